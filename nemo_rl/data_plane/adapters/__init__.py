@@ -1,0 +1,1 @@
+"""The stores behind `DataPlaneClient`, one per file."""
