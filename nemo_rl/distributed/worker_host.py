@@ -1,0 +1,73 @@
+"""The Ray actor that a worker lives in.
+
+It prepares the process before anything heavy is imported: thread counts are read by torch at import, and an actor
+with its own Ray runtime environment takes seconds longer to start than one that sets the variables itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import cloudpickle
+
+from nemo_rl.distributed.config import available_cores
+from nemo_rl.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What a started worker process says about itself."""
+
+    pid: int
+    node_ip: str
+    actor_id: str
+
+
+class WorkerHost:
+    """Holds one worker object and forwards calls to it, one at a time, on the process's main thread."""
+
+    def __init__(self, env: Mapping[str, str], workers_on_node: int):
+        """Set the process's environment; `OMP_NUM_THREADS` is this worker's share of the node's cores unless given."""
+        share = str(max(1, available_cores() // workers_on_node))
+        os.environ.update({"OMP_NUM_THREADS": share, "TOKENIZERS_PARALLELISM": "false", **env})
+        self._worker: Any = None
+
+    def report(self) -> HostReport:
+        """Where this process runs."""
+        actor_id = ray.get_runtime_context().get_actor_id()
+        return HostReport(os.getpid(), ray.util.get_node_ip_address(), str(actor_id))
+
+    def build(self, class_name: str, arguments: bytes) -> bool:
+        """Import the worker class and construct it; whether it wants a process group.
+
+        Args:
+            class_name: dotted name of a class.
+            arguments: cloudpickled (args, kwargs); they are unpickled here, after the environment is set.
+
+        Raises:
+            UserError: there is no such class.
+        """
+        args, kwargs = cloudpickle.loads(arguments)
+        self._worker = import_class(class_name)(*args, **kwargs)
+        return hasattr(self._worker, "join_rendezvous")
+
+    def call(self, method_name: str, /, **kwargs: Any) -> Any:
+        """The result of the worker's method; `AttributeError` when it has none of that name."""
+        return getattr(self._worker, method_name)(**kwargs)
+
+
+def import_class(class_name: str) -> type:
+    """The class of a dotted name such as `package.module.Class`; `UserError` when there is none."""
+    module_name, _, attribute = class_name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"worker class {class_name} can't be imported: {error}") from error
+    if not isinstance(found, type):
+        raise UserError(f"worker class {class_name} is a {type(found).__name__}, not a class")
+    return found
