@@ -1,0 +1,1 @@
+"""Losses: pure functions of tensors. No config tree, no collective, no logging."""

@@ -1,0 +1,152 @@
+"""One SFT run from a config file to a summary: what `onehop sft` and `onehop check` do."""
+
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from nemo_rl.algorithms.sft_config import MasterConfig, inspect_inputs, refused_recipe_values, tokenizer_options
+from nemo_rl.algorithms.sft_v2 import SFTSingleControllerActor, setup_sft_v2
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.ray_session import init_ray
+from nemo_rl.telemetry.instrumentation import trace_context_kwargs
+from nemo_rl.telemetry.setup import init_telemetry_driver, shutdown_telemetry
+from nemo_rl.utils.config import load_config, validate_config
+from nemo_rl.utils.errors import ConfigError, RunError, UserError
+from nemo_rl.utils.logger import METRICS_FILE
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_PERIOD_S = 0.5
+
+ProgressCallback = Callable[[dict[str, Any]], None]
+
+
+def read_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig:
+    """The checked config of `path` with `key=value` overrides. Recipe keys without effect are logged once.
+
+    Raises:
+        UserError: the file can't be read.
+        ConfigError: unknown keys, wrong types, values out of range; all at once.
+    """
+    raw = load_config(path, list(overrides))
+    refused = refused_recipe_values(raw)
+    try:
+        config, inert = validate_config(MasterConfig, raw)
+    except ConfigError as error:
+        raise ConfigError(error.problems + refused) from None
+    if refused:
+        raise ConfigError(refused)
+    if inert:
+        log.info("recipe keys without effect here: %s", ", ".join(inert))
+    for note in config.data.energon.notes():
+        log.info("%s", note)
+    return config
+
+
+def check_sft(path: str | Path, overrides: Sequence[str] = ()) -> list[str]:
+    """Every problem that can be known without starting a worker, one line each; `[]` when the run can start."""
+    try:
+        config = read_sft_config(path, overrides)
+    except ConfigError as error:
+        return error.problems
+    except UserError as error:
+        return [str(error)]
+    return inspect_inputs(config).problems
+
+
+def run_sft(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    on_progress: ProgressCallback | None = None,
+    debug: bool = False,
+) -> dict[str, Any]:
+    """Trains as `path` says and leaves nothing running, however it ends.
+
+    Args:
+        path: YAML file.
+        overrides: `key=value` words.
+        on_progress: called about twice a second with what the controller's `progress` answers.
+        debug: show the output of workers on this terminal.
+
+    Returns:
+        `steps`, `first_loss`, `last_loss` and `tokens_per_s` (tokens of the rows, without the first step) of the whole
+        run, earlier parts included; `val_loss` (or None), `consumed_samples`, `dropped` and `skipped_steps` by reason,
+        `seconds`, `log_dir`, `checkpoint_dir`, `checkpoint` (the newest, or None).
+
+    Raises:
+        UserError: input that can't be used as given.
+        RunError: the run started and could not go on.
+    """
+    started = time.monotonic()
+    config = read_sft_config(path, overrides)
+    problems = inspect_inputs(config).problems
+    if problems:
+        raise ConfigError(problems)
+    tokenizer = get_tokenizer(tokenizer_options(config))
+    init_telemetry_driver(config.telemetry, algorithm="sft_v2")
+    try:
+        with init_ray(config.cluster, log_dir=config.logger.log_dir, debug=debug):
+            actor_args = setup_sft_v2(config, tokenizer)
+            try:
+                actor_class: Any = SFTSingleControllerActor
+                state = _drive(actor_class.remote(config, actor_args), on_progress)
+            finally:
+                actor_args.trainer.shutdown()
+                actor_args.train_cluster.shutdown()
+    finally:
+        shutdown_telemetry()
+    return _summary(config, state) | {"seconds": round(time.monotonic() - started, 2)}
+
+
+def _drive(controller: Any, on_progress: ProgressCallback | None) -> dict[str, Any]:
+    """Waits for the controller and reports how far it is. Each of its own waits is bounded."""
+    run = controller.run_with_trace_context.remote(**trace_context_kwargs())
+    try:
+        while True:
+            done, _ = ray.wait([run], timeout=_PROGRESS_PERIOD_S)
+            if on_progress is not None:
+                on_progress(ray.get(controller.progress.remote(), timeout=60))
+            if done:
+                return ray.get(run)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, UserError | RunError):
+            raise cause from error
+        raise RunError(f"the controller failed with {type(cause).__name__}: {cause}") from error
+    except RayActorError as error:
+        cause = error.__cause__ or error
+        raise RunError(f"the controller died: {str(cause).strip().splitlines()[0]}") from error
+
+
+def _summary(config: MasterConfig, state: dict[str, Any]) -> dict[str, Any]:
+    lines = [json.loads(line) for line in (Path(config.logger.log_dir) / METRICS_FILE).read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    validations = [line["val_loss"] for line in lines if "val_loss" in line]
+    timed = steps[1:] or steps
+    checkpoint = None
+    if config.checkpointing.enabled:
+        checkpoint = str(Path(config.checkpointing.checkpoint_dir) / f"step_{state['total_steps']}")
+    return {
+        "steps": state["total_steps"],
+        "first_loss": steps[0]["loss"] if steps else None,
+        "last_loss": steps[-1]["loss"] if steps else None,
+        "tokens_per_s": round(sum(s["tokens"] for s in timed) / sum(s["total_step_time"] for s in timed), 1)
+        if steps
+        else None,
+        "step_s": round(statistics.median(s["total_step_time"] for s in timed), 4) if steps else None,
+        "val_loss": validations[-1] if validations else None,
+        "consumed_samples": state["consumed_samples"],
+        "dropped": state["dropped_samples"],
+        "skipped_steps": state["skipped_steps"],
+        "log_dir": config.logger.log_dir,
+        "checkpoint_dir": config.checkpointing.checkpoint_dir if config.checkpointing.enabled else None,
+        "checkpoint": checkpoint,
+    }

@@ -1,0 +1,288 @@
+"""Config sections that the policy and the critic share, and how they become an engine's."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from nemo_rl.models.engine.config import EngineConfig, OptimizerSpec, ParallelSizes, ScheduleSpec
+from nemo_rl.utils.config import ConfigModel
+from nemo_rl.utils.errors import UserError
+
+
+class TokenizerConfig(ConfigModel):
+    """Where the tokenizer comes from and how it renders a conversation."""
+
+    name: str | None = None
+    """Local directory or hub name; null takes the model's."""
+    chat_template: str | None = None
+    """A Jinja template as text, or the path of a file with one; null takes the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables the template sees on every row, such as `enable_thinking`."""
+    use_processor: bool = False
+    """Load a multimodal processor. Only text is supported, so it must be false."""
+
+
+class TokenBudgetConfig(ConfigModel):
+    """`sequence_packing` and `dynamic_batching`: the engine always packs; an enabled block gives its token budget."""
+
+    enabled: bool = False
+    train_mb_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of a forward pass in training."""
+    logprob_mb_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of a forward pass without gradients."""
+
+
+class OptimizerConfig(ConfigModel):
+    """An optimizer of `torch.optim`."""
+
+    name: str = "torch.optim.AdamW"
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class SchedulerConfig(ConfigModel):
+    """One phase of the schedule, or the milestones between phases (in optimizer steps)."""
+
+    name: str | None = None
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    milestones: list[int] | None = None
+
+
+class DTensorConfig(ConfigModel):
+    """The `dtensor_cfg` (also `automodel_cfg`) block of existing recipes, as far as it has a meaning here."""
+
+    enabled: bool = False
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    context_parallel_size: int = Field(default=1, ge=1)
+    activation_checkpointing: bool = False
+
+
+class MegatronOptimizerConfig(ConfigModel):
+    """Megatron's optimizer keys, translated to `torch.optim`."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    lr: float = Field(ge=0)
+    min_lr: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    sgd_momentum: float = 0.9
+    clip_grad: float | None = None
+    """Overrides `max_grad_norm` where it is set."""
+
+    def spec(self) -> OptimizerSpec:
+        """The torch optimizer that these keys describe; Megatron's adam decays weights apart from the gradient."""
+        if self.optimizer == "sgd":
+            kwargs = {"lr": self.lr, "momentum": self.sgd_momentum, "weight_decay": self.weight_decay}
+            return OptimizerSpec(name="torch.optim.SGD", kwargs=kwargs)
+        betas = (self.adam_beta1, self.adam_beta2)
+        kwargs = {"lr": self.lr, "weight_decay": self.weight_decay, "betas": betas, "eps": self.adam_eps}
+        return OptimizerSpec(name="torch.optim.AdamW", kwargs=kwargs)
+
+
+class MegatronSchedulerConfig(ConfigModel):
+    """Megatron's schedule: linear warm-up from `lr_warmup_init`, then a decay to `min_lr` that stays there."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    lr_decay_iters: int | None = Field(default=None, ge=1)
+    """Step at which `min_lr` is reached; null is the length of the run."""
+    lr_warmup_iters: int = Field(default=0, ge=0)
+    lr_warmup_init: float = Field(default=0.0, ge=0)
+
+    def spec(self, lr: float, min_lr: float, train_iters: int | None) -> ScheduleSpec:
+        """The torch schedulers that give the same rate at every step.
+
+        Raises:
+            UserError: a decay without an end.
+        """
+        phases: list[OptimizerSpec] = []
+        milestones: list[int] = []
+        warmup = self.lr_warmup_iters
+        if warmup and lr > 0:
+            # torch's LinearLR wants a start above 0.
+            start = max(self.lr_warmup_init / lr, 1e-8)
+            kwargs = {"start_factor": min(start, 1.0), "end_factor": 1.0, "total_iters": warmup}
+            phases.append(OptimizerSpec(name="LinearLR", kwargs=kwargs))
+            milestones.append(warmup)
+        if self.lr_decay_style == "constant" or lr == 0:
+            phases.append(OptimizerSpec(name="ConstantLR", kwargs={"factor": 1.0, "total_iters": 0}))
+            return ScheduleSpec(phases=tuple(phases), milestones=tuple(milestones))
+        end = self.lr_decay_iters or train_iters
+        if end is None or end <= warmup:
+            raise UserError(
+                f"policy.megatron_cfg.scheduler.lr_decay_iters is {end}; a {self.lr_decay_style} decay needs more "
+                f"steps than lr_warmup_iters ({warmup})"
+            )
+        if self.lr_decay_style == "linear":
+            kwargs = {"start_factor": 1.0, "end_factor": min_lr / lr, "total_iters": end - warmup}
+            phases.append(OptimizerSpec(name="LinearLR", kwargs=kwargs))
+        else:
+            cosine = {"T_max": end - warmup, "eta_min": min_lr}
+            phases.append(OptimizerSpec(name="CosineAnnealingLR", kwargs=cosine))
+            # After T_max torch's cosine rises again; the rate is to stay at its floor.
+            phases.append(OptimizerSpec(name="ConstantLR", kwargs={"factor": min_lr / lr, "total_iters": 2**60}))
+            milestones.append(end)
+        return ScheduleSpec(phases=tuple(phases), milestones=tuple(milestones))
+
+
+class MegatronConfig(ConfigModel):
+    """The `megatron_cfg` block of existing recipes, translated onto the engine."""
+
+    enabled: bool = False
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    pipeline_model_parallel_size: int = Field(default=1, ge=1)
+    context_parallel_size: int = Field(default=1, ge=1)
+    activation_checkpointing: bool = False
+    use_fused_linear_logprobs: bool = False
+    """Accepted: the head runs at trained positions only, which is what the fused kernel would save."""
+    train_iters: int | None = None
+    """Set by `setup_sft_v2`: the length of the run in optimizer steps, the schedule's horizon."""
+    optimizer: MegatronOptimizerConfig | None = None
+    scheduler: MegatronSchedulerConfig | None = None
+
+
+class ModelConfig(ConfigModel):
+    """What a trained model needs, whatever its role."""
+
+    model_name: str
+    """Local directory or hub name of a causal language model."""
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    train_global_batch_size: int = Field(ge=1)
+    """Rows of an optimizer step, over all workers."""
+    train_micro_batch_size: int = Field(default=1, ge=1)
+    """With `max_total_sequence_length`, the token budget of a forward pass, unless a budget is given."""
+    train_mb_tokens: int | None = Field(default=None, ge=1)
+    """Token budget of a forward pass in training; the first choice of all."""
+    logprob_batch_size: int | None = Field(default=None, ge=1)
+    max_total_sequence_length: int = Field(ge=2)
+    """Longest row in tokens."""
+    make_sequence_length_divisible_by: int = Field(default=1, ge=1)
+    """Padded views get a width that is a multiple of this; the engine itself does not pad."""
+    precision: Literal["auto", "bfloat16", "bf16", "float32", "fp32"] = "auto"
+    """Compute dtype; weights and optimizer state are float32. `auto`: bfloat16 where the hardware multiplies in it."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | list[SchedulerConfig] | None = None
+    activation_checkpointing: bool = False
+    data_parallel: Literal["auto", "replicate", "shard"] = "auto"
+    """Weights whole on every worker, or sharded over them; `auto` replicates when they fit with room to spare."""
+    dynamic_batching: TokenBudgetConfig = Field(default_factory=TokenBudgetConfig)
+    sequence_packing: TokenBudgetConfig = Field(default_factory=TokenBudgetConfig)
+    megatron_cfg: MegatronConfig | None = None
+    dtensor_cfg: DTensorConfig | None = None
+    automodel_cfg: DTensorConfig | None = None
+    hf_config_overrides: dict[str, Any] | None = None
+    """Fields of the model's `config.json` to replace."""
+    max_consecutive_skipped_steps: int = Field(default=10, ge=1)
+    """Steps in a row with a non-finite gradient norm that end the run."""
+
+    @property
+    def megatron(self) -> MegatronConfig | None:
+        """The Megatron block when it is enabled."""
+        return self.megatron_cfg if self.megatron_cfg is not None and self.megatron_cfg.enabled else None
+
+    @property
+    def dtensor(self) -> DTensorConfig | None:
+        """The DTensor block, under either of its names, when it is enabled."""
+        for block in (self.dtensor_cfg, self.automodel_cfg):
+            if block is not None and block.enabled:
+                return block
+        return None
+
+    @property
+    def parallel(self) -> ParallelSizes:
+        """Sizes of the axes inside a replica, from the enabled backend block."""
+        if self.megatron is not None:
+            return ParallelSizes(
+                tensor=self.megatron.tensor_model_parallel_size,
+                context=self.megatron.context_parallel_size,
+                pipeline=self.megatron.pipeline_model_parallel_size,
+            )
+        if self.dtensor is not None:
+            return ParallelSizes(tensor=self.dtensor.tensor_parallel_size, context=self.dtensor.context_parallel_size)
+        return ParallelSizes()
+
+    def microbatch_tokens(self, micro_batch_size: int | None = None, *, training: bool = True) -> int:
+        """Token budget of a forward pass: `train_mb_tokens`, else an enabled block's, else rows times their length."""
+        if micro_batch_size is not None:
+            return micro_batch_size * self.max_total_sequence_length
+        if training and self.train_mb_tokens is not None:
+            return self.train_mb_tokens
+        for block in (self.dynamic_batching, self.sequence_packing):
+            tokens = block.train_mb_tokens if training else block.logprob_mb_tokens or block.train_mb_tokens
+            if block.enabled and tokens is not None:
+                return tokens
+        rows = self.train_micro_batch_size
+        if not training and self.logprob_batch_size is not None:
+            rows = self.logprob_batch_size
+        return rows * self.max_total_sequence_length
+
+    def optimizer_spec(self) -> OptimizerSpec:
+        """The optimizer of the enabled Megatron block, else `optimizer`.
+
+        Raises:
+            UserError: there is none.
+        """
+        if self.megatron is not None and self.megatron.optimizer is not None:
+            return self.megatron.optimizer.spec()
+        if self.optimizer is None:
+            raise UserError(
+                "policy.optimizer is missing; give for example {name: torch.optim.AdamW, kwargs: {lr: 1.0e-5}}"
+            )
+        return OptimizerSpec(name=self.optimizer.name, kwargs={k: _number(v) for k, v in self.optimizer.kwargs.items()})
+
+    def schedule_spec(self) -> ScheduleSpec:
+        """The schedule of the enabled Megatron block, else `scheduler`; empty is a constant rate.
+
+        Raises:
+            UserError: a scheduler without a name, or a decay without an end.
+        """
+        megatron = self.megatron
+        if megatron is not None and megatron.optimizer is not None:
+            if megatron.scheduler is None:
+                return ScheduleSpec()
+            return megatron.scheduler.spec(megatron.optimizer.lr, megatron.optimizer.min_lr, megatron.train_iters)
+        entries = self.scheduler if isinstance(self.scheduler, list) else [self.scheduler] if self.scheduler else []
+        phases, milestones = [], []
+        for entry in entries:
+            if entry.milestones is not None:
+                milestones += entry.milestones
+            elif entry.name is None:
+                raise UserError("policy.scheduler has an entry with neither a name nor milestones")
+            else:
+                phases.append(OptimizerSpec(name=entry.name, kwargs={k: _number(v) for k, v in entry.kwargs.items()}))
+        return ScheduleSpec(phases=tuple(phases), milestones=tuple(milestones))
+
+    def engine_config(self, *, seed: int, init_optimizer: bool = True) -> EngineConfig:
+        """What the engine of this model is built from."""
+        megatron, dtensor = self.megatron, self.dtensor
+        clip = megatron.optimizer.clip_grad if megatron is not None and megatron.optimizer is not None else None
+        return EngineConfig(
+            model_name=self.model_name,
+            hf_config_overrides=dict(self.hf_config_overrides or {}),
+            precision=self.precision,
+            parallel=self.parallel,
+            data_parallel=self.data_parallel,
+            max_grad_norm=self.max_grad_norm if clip is None else clip,
+            optimizer=self.optimizer_spec() if init_optimizer else None,
+            schedule=self.schedule_spec() if init_optimizer else ScheduleSpec(),
+            activation_checkpointing=self.activation_checkpointing
+            or (megatron is not None and megatron.activation_checkpointing)
+            or (dtensor is not None and dtensor.activation_checkpointing),
+            microbatch_tokens=self.microbatch_tokens(),
+            seed=seed,
+        )
+
+
+def _number(value: Any) -> Any:
+    """A number that YAML read as text, such as `1e-5`; other values as they are."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+class PolicyConfig(ModelConfig):
+    """The `policy` section."""

@@ -1,0 +1,222 @@
+"""The controller's side of a model: it starts the workers, spreads calls over them and gathers their results.
+
+Policy and critic are this class with another config and, one day, another head.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.algorithms.loss.interfaces import LossFunction
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.named_sharding import REPLICATED_AXES, NamedSharding
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.models.config import ModelConfig
+from nemo_rl.models.engine.config import AXES, DATA, ParallelSizes
+from nemo_rl.utils.errors import RunError, UserError
+
+log = logging.getLogger(__name__)
+
+_SAVE_POLL_S = 0.2
+
+
+def check_parallel_sizes(parallel: ParallelSizes, world_size: int, section: str) -> list[str]:
+    """One line per reason why `world_size` workers can't form these replicas."""
+    problems = []
+    for axis in ("tensor", "context", "pipeline"):
+        size = getattr(parallel, axis)
+        if size != 1:
+            problems.append(
+                f"{section}: {axis} parallel size {size} is not supported; set it to 1, data parallel takes all workers"
+            )
+    if world_size % parallel.replica:
+        problems.append(
+            f"{section}: {world_size} workers (cluster.gpus_per_node x cluster.num_nodes) do not divide into replicas "
+            f"of {parallel.replica}"
+        )
+    return problems
+
+
+def sharding_of(parallel: ParallelSizes, world_size: int) -> NamedSharding:
+    """Ranks laid out as pipeline x data x context x tensor."""
+    layout = np.arange(world_size).reshape(parallel.pipeline, -1, parallel.context, parallel.tensor)
+    return NamedSharding(layout.tolist(), list(AXES))
+
+
+class ModelDriver:
+    """Workers that hold one model, and what can be asked of them. Picklable: handles only, no tensor.
+
+    Raises:
+        UserError: sizes that do not fit, or a model or checkpoint that the workers can't load.
+        RunError: a worker died or did not start in time.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        config: ModelConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        section: str,
+        name_prefix: str,
+        worker_class_fqn: str,
+        workers_per_node: int | list[int] | None = None,
+        init_optimizer: bool = True,
+        weights_path: str | Path | None = None,
+        optimizer_path: str | Path | None = None,
+        seed: int = 42,
+    ):
+        self.cfg = config
+        world_size = cluster.world_size() if workers_per_node is None else _total(workers_per_node, cluster)
+        problems = check_parallel_sizes(config.parallel, world_size, section)
+        if problems:
+            raise UserError("; ".join(problems))
+        self.sharding_annotations = sharding_of(config.parallel, world_size)
+        engine_config = config.engine_config(seed=seed, init_optimizer=init_optimizer)
+        builder = RayWorkerBuilder(
+            worker_class_fqn,
+            engine_config=engine_config,
+            row_tokens=config.max_total_sequence_length,
+            tokenizer=tokenizer,
+        )
+        self.worker_group = RayWorkerGroup(
+            cluster,
+            builder,
+            workers_per_node=workers_per_node,
+            name_prefix=name_prefix,
+            sharding_annotations=self.sharding_annotations,
+        )
+        try:
+            self.model_info: dict[str, Any] = self._call_all(
+                "initialize",
+                reason=f"loading {config.model_name}",
+                timeout_s=cluster.start_timeout_s,
+                weights_path=_absolute(weights_path),
+                optimizer_path=_absolute(optimizer_path),
+            )[0]
+        except BaseException:
+            self.worker_group.shutdown(force=True)
+            raise
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of replicas."""
+        return self.sharding_annotations.get_axis_size(DATA)
+
+    # -- whole calls --------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """Optimizer steps of `gbs` rows over `data`, which is sent from here; see `aggregate_train_results`.
+
+        Raises:
+            ValueError: the rows do not divide into steps and replicas.
+        """
+        gbs = self.cfg.train_global_batch_size if gbs is None else gbs
+        if data.size % gbs or gbs % self.data_parallel_size:
+            raise ValueError(
+                f"{data.size} rows do not divide into steps of gbs {gbs} over {self.data_parallel_size} replicas"
+            )
+        results = self._call_sharded(
+            "train",
+            reason="training",
+            data=data.shard_by_batch_size(self.data_parallel_size, batch_size=gbs),
+            common={"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs},
+        )
+        return aggregate_train_results(results)
+
+    def save_checkpoint(
+        self,
+        weights_path: str | Path,
+        optimizer_path: str | Path | None = None,
+        tokenizer_path: str | Path | None = None,
+    ) -> None:
+        """Returns when the state is copied; it is written in the background, see `finalize_async_save`."""
+        self._call_all(
+            "save_checkpoint",
+            reason="copying the state for a checkpoint",
+            weights_path=_absolute(weights_path),
+            optimizer_path=_absolute(optimizer_path),
+            tokenizer_path=_absolute(tokenizer_path),
+        )
+
+    def finalize_async_save(self) -> None:
+        """Returns when the last save is on disk on all workers, which can train meanwhile.
+
+        Raises:
+            RunError: it failed, or takes longer than `cluster.step_timeout_s`.
+        """
+        deadline = time.monotonic() + self.worker_group.cluster.step_timeout_s
+        while not all(self._call_all("async_save_done", reason="writing a checkpoint")):
+            if time.monotonic() > deadline:
+                raise RunError("writing a checkpoint takes longer than cluster.step_timeout_s")
+            time.sleep(_SAVE_POLL_S)
+
+    def shutdown(self) -> bool:
+        """Ends the workers; whether they went in good order."""
+        return self.worker_group.shutdown(cleanup_method="shutdown")
+
+    # -- dispatch -----------------------------------------------------------------------------------------------------
+
+    def _call_all(self, method: str, *, reason: str, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        refs = self.worker_group.run_all_workers_single_data(method, **kwargs)
+        return self.worker_group.get_all_worker_results(refs, reason=reason, timeout_s=timeout_s)
+
+    def _call_sharded(
+        self, method: str, *, reason: str, common: Mapping[str, Any] | None = None, **per_replica: Any
+    ) -> list[Any]:
+        """Calls every worker with the part of its replica; the leaders' results in replica order."""
+        future = self.worker_group.run_all_workers_sharded_data(
+            method,
+            in_sharded_axes=[DATA],
+            replicate_on_axes=list(REPLICATED_AXES),
+            output_is_replicated=list(REPLICATED_AXES),
+            common_kwargs=common,
+            **per_replica,
+        )
+        return self.worker_group.get_all_worker_results(future, reason=reason)
+
+
+def aggregate_train_results(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The workers' results as one: `loss`, `grad_norm` and `skipped` of the first, metrics of all joined by name.
+
+    Only replica leaders count, since the siblings of a replica report the same tokens.
+
+    Raises:
+        ValueError: no results.
+    """
+    leaders = [result for result in results if result.get("is_replica_leader", True)]
+    if not leaders:
+        raise ValueError("no worker reported a training result")
+    metrics: dict[str, list[float]] = {}
+    for result in leaders:
+        for key, values in result["all_mb_metrics"].items():
+            metrics.setdefault(key, []).extend(values)
+    return {
+        "loss": leaders[0]["global_loss"],
+        "grad_norm": leaders[0]["grad_norm"],
+        "skipped": leaders[0]["skipped"],
+        "all_mb_metrics": metrics,
+        "num_ranks": len(results),
+    }
+
+
+def _absolute(path: str | Path | None) -> str | None:
+    """Workers run in another directory, so paths go to them whole."""
+    return None if path is None else str(Path(path).absolute())
+
+
+def _total(workers_per_node: int | list[int], cluster: RayVirtualCluster) -> int:
+    return workers_per_node * cluster.node_count() if isinstance(workers_per_node, int) else sum(workers_per_node)

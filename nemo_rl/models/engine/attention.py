@@ -1,0 +1,100 @@
+"""Causal attention inside each document of a pack, as a transformers attention function.
+
+A pack lays documents end to end in one sequence `[1, T]`. Documents of equal length that stand side by side form a
+group and run as one batch, so nothing is computed across a border and nothing is padded.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+ATTENTION_NAME = "per_document"
+
+
+class DocumentGroup(NamedTuple):
+    """`count` documents of equal length that fill positions `start` to `end` of a pack."""
+
+    start: int
+    end: int
+    count: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of each document."""
+        return (self.end - self.start) // self.count
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """Bool `[length, length]`: True where position i may see j, with `i - window < j <= i`."""
+    i = torch.arange(length, device=device)
+    distance = i[:, None] - i[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """Attention with `softcap * tanh(scores / softcap)`, which the fused kernels do not offer. `[n, H, L, D]`."""
+    repeats = q.size(1) // k.size(1)
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = softcap * torch.tanh((q @ k.transpose(-1, -2)) * scale / softcap)
+    weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1)
+    return weights.to(v.dtype) @ v
+
+
+def per_document_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    documents: tuple[DocumentGroup, ...] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query `[1, H, T, D]`, key and value `[1, KV, T, D]` to `[1, T, H, D]`; no token sees another document.
+
+    Raises:
+        ValueError: the model did not pass the pack's `documents` on, or uses attention sinks.
+    """
+    if documents is None:
+        raise ValueError(f"{type(module).__name__} does not pass `documents` to its attention: it can't be packed")
+    if kwargs.get("s_aux") is not None:
+        raise ValueError(f"{type(module).__name__} uses attention sinks: it can't be packed yet")
+    heads, kv_heads = query.size(1), key.size(1)
+    outputs = []
+    for start, end, count in documents:
+        length = (end - start) // count
+
+        def rows(x: Tensor, h: int, s: int = start, e: int = end, n: int = count, length: int = length) -> Tensor:
+            return x[0, :, s:e].reshape(h, n, length, -1).transpose(0, 1)
+
+        q, k, v = rows(query, heads), rows(key, kv_heads), rows(value, kv_heads)
+        window = sliding_window if sliding_window is not None and length > sliding_window else None
+        if softcap is not None:
+            mask = _window_mask(length, window or length, query.device)
+            out = _capped_attention(q, k, v, mask, scaling or q.size(-1) ** -0.5, softcap)
+        else:
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=None if window is None else _window_mask(length, window, query.device),
+                dropout_p=dropout,
+                is_causal=window is None,
+                scale=scaling,
+                enable_gqa=heads != kv_heads,
+            )
+        outputs.append(out.transpose(1, 2).reshape(end - start, heads, -1))
+    return torch.cat(outputs)[None], None
+
+
+def register_attention() -> None:
+    """Makes `attn_implementation="per_document"` known to transformers; it builds no mask for it."""
+    AttentionInterface.register(ATTENTION_NAME, per_document_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)

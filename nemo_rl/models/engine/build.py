@@ -1,0 +1,177 @@
+"""From a model directory to a trainable module: weights, attention, precision, and its place on the data axis."""
+
+import contextlib
+import logging
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from nemo_rl.models.engine.attention import ATTENTION_NAME, register_attention
+from nemo_rl.models.engine.config import DATA, EngineConfig, compute_dtype
+from nemo_rl.models.engine.mesh import Mesh
+from nemo_rl.utils.errors import UserError
+
+log = logging.getLogger(__name__)
+
+# fp32 weights, gradients and two Adam moments, with as much again for activations and the bf16 copies.
+_BYTES_PER_PARAMETER = 16
+_ROOM = 2.0
+
+_MIXERS_OUTSIDE_ATTENTION = ("linear_attention", "mamba", "recurrent", "conv", "ssm", "rwkv", "hybrid")
+_MODELS_OUTSIDE_ATTENTION = (
+    "mamba",
+    "rwkv",
+    "xlstm",
+    "recurrent_gemma",
+    "falcon_h1",
+    "jamba",
+    "bamba",
+    "zamba",
+    "lfm2",
+)
+
+
+@dataclass
+class BuiltModel:
+    """A model ready to train. `sharded` says whether its parameters are split over the data axis."""
+
+    module: PreTrainedModel
+    compute_dtype: torch.dtype
+    sharded: bool
+
+    def reshard(self) -> None:
+        """Gives up gathered parameters, which a forward without backward leaves in place of the sharded ones."""
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    @contextlib.contextmanager
+    def autocast(self, device: torch.device) -> Generator[None]:
+        """Matmuls in the compute dtype on float32 weights; a sharded module casts its own parameters."""
+        enabled = self.compute_dtype != torch.float32 and not self.sharded
+        with torch.autocast(device.type, dtype=self.compute_dtype, enabled=enabled):
+            yield
+
+
+def read_model_config(name: str, overrides: dict[str, Any] | None = None) -> PretrainedConfig:
+    """The model's transformers config; `overrides` replace its fields. Never runs code of the model's repository.
+
+    Raises:
+        UserError: a local directory without `config.json`, or a name that can't be found.
+    """
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"policy.model_name: {name} has no config.json, so it is not a model directory")
+    if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
+        raise UserError(f"policy.model_name: there is no directory {name}")
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, **(overrides or {}))
+    except (OSError, ValueError, KeyError) as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"policy.model_name: {name!r} is no local directory and could not be loaded as a model ({first_line})"
+        ) from error
+
+
+def packing_problem(config: PretrainedConfig) -> str | None:
+    """Why rows can't be packed for this model, or None. Its tokens must mix in the attention function only."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    foreign = sorted(kind for kind in kinds if any(word in kind for word in _MIXERS_OUTSIDE_ATTENTION))
+    if foreign or any(config.model_type.startswith(word) for word in _MODELS_OUTSIDE_ATTENTION):
+        what = ", ".join(foreign) or "a recurrent state"
+        return f"{config.model_type} mixes tokens outside the attention function ({what}), so rows can't be packed"
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{config.model_type} is an encoder-decoder model; only decoder models can be trained"
+    return None
+
+
+def _load(config: EngineConfig, hf_config: PretrainedConfig, device: torch.device) -> PreTrainedModel:
+    register_attention()
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            config.model_name,
+            config=hf_config,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION_NAME,
+            device_map={"": device} if device.type == "cuda" else None,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError) as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"policy.model_name: {config.model_name}: {first_line}") from error
+
+
+def _should_shard(config: EngineConfig, module: nn.Module, mesh: Mesh) -> bool:
+    """`auto` replicates when weights, gradients and optimizer state fit on each rank with room to spare."""
+    if mesh.size(DATA) == 1:
+        return False
+    if config.data_parallel != "auto":
+        return config.data_parallel == "shard"
+    needed = sum(p.numel() for p in module.parameters()) * _BYTES_PER_PARAMETER * _ROOM
+    if mesh.device.type == "cuda":
+        available = float(torch.cuda.get_device_properties(mesh.device).total_memory)
+    else:
+        pages = {k: int(v.split()[0]) for k, v in _meminfo()}
+        available = pages.get("MemAvailable", 0) * 1024 / min(dist.get_world_size(), mesh.size(DATA))
+    # The ranks must decide alike: the smallest memory counts.
+    fits = torch.tensor(float(needed <= available))
+    dist.all_reduce(fits, op=dist.ReduceOp.MIN)
+    return not bool(fits)
+
+
+def _meminfo() -> list[tuple[str, str]]:
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(name, value) for name, _, value in (line.partition(":") for line in lines)]
+
+
+def _blocks(module: PreTrainedModel) -> list[nn.Module]:
+    """The repeated layers, which are sharded and recomputed one by one."""
+    names = set(module._no_split_modules or ())
+    return [m for m in module.modules() if type(m).__name__ in names]
+
+
+def _shard(module: PreTrainedModel, mesh: Mesh, dtype: torch.dtype) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    data_mesh = mesh.device_mesh[DATA]
+    for block in _blocks(module):
+        fully_shard(block, mesh=data_mesh, mp_policy=policy)
+    fully_shard(module, mesh=data_mesh, mp_policy=policy)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            # Gradients are sums over ranks here; the step divides once by the number of trained tokens.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+
+def build_model(config: EngineConfig, mesh: Mesh) -> BuiltModel:
+    """Loads the weights as float32 and prepares them for training on this rank.
+
+    Raises:
+        UserError: the model can't be loaded, or can't be packed.
+    """
+    hf_config = read_model_config(config.model_name, config.hf_config_overrides)
+    problem = packing_problem(hf_config)
+    if problem:
+        raise UserError(f"policy.model_name: {problem}")
+    dtype = compute_dtype(config.precision, mesh.device)
+    module = _load(config, hf_config, mesh.device).train()
+    if config.activation_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    sharded = _should_shard(config, module, mesh)
+    if sharded:
+        _shard(module, mesh, dtype)
+    parameters = sum(p.numel() for p in module.parameters())
+    log.info(
+        "%s: %.1f M parameters, %s compute (policy.precision: %s), %s over %d data-parallel ranks",
+        config.model_name, parameters / 1e6, str(dtype).removeprefix("torch."), config.precision,
+        "sharded" if sharded else "replicated", mesh.size(DATA),
+    )  # fmt: skip
+    return BuiltModel(module=module, compute_dtype=dtype, sharded=sharded)

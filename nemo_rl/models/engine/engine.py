@@ -1,0 +1,306 @@
+"""The engine: one model, its optimizer, and the split step `begin, microbatch*, finish or abort`.
+
+Losses and gradients of a step are raw sums. `finish` divides once by the number of trained tokens (or rows) of all
+ranks and microbatches, so that the update depends neither on the number of data-parallel ranks, nor on how rows were
+cut into microbatches, nor on packing.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl.algorithms.loss.interfaces import (
+    LossFunction,
+    LossInputType,
+    LossType,
+    MetricNormalizer,
+    trained_token_mask,
+)
+from nemo_rl.models.engine.build import build_model
+from nemo_rl.models.engine.config import DATA, EngineConfig
+from nemo_rl.models.engine.gradients import scale_and_clip, sum_over_data_ranks, sync_in_backward
+from nemo_rl.models.engine.heads import Head, LMHead
+from nemo_rl.models.engine.mesh import Mesh
+from nemo_rl.models.engine.microbatch import Pack, build_pack, filler_pack, plan_packs
+from nemo_rl.models.engine.optimizer import build_optimizer, build_schedule
+
+log = logging.getLogger(__name__)
+
+Rows = Mapping[str, Any]
+
+
+@dataclass
+class _OpenStep:
+    """What has been added up since `begin`."""
+
+    loss_fn: LossFunction
+    microbatch_tokens: int
+    loss: float = 0.0
+    valid_tokens: float = 0.0
+    valid_rows: float = 0.0
+    records: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, the same on all ranks but for `records`.
+
+    Attributes:
+        loss: mean over the step's trained tokens (or rows), nats; 0 when there were none.
+        grad_norm: L2 norm before clipping.
+        lr: learning rate the step used.
+        valid_tokens: trained tokens over all ranks.
+        valid_rows: rows with weight over all ranks.
+        skipped: why nothing was updated: "no_trained_token", "non_finite_gradient", or None.
+        records: this rank's metrics, one dict per forward pass, normalised.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    weight_decay: float
+    valid_tokens: float
+    valid_rows: float
+    skipped: str | None
+    records: list[dict[str, float]]
+
+
+class Engine:
+    """A model that can be trained by any loss over its head's output.
+
+    Rows come in as `input_ids [B, S]`, `input_lengths [B]`, `token_mask [B, S]`, `sample_mask [B]` and whatever else
+    the loss reads, on the CPU; the engine packs them to its token budget.
+    """
+
+    def __init__(self, config: EngineConfig, mesh: Mesh):
+        self.config = config
+        self.mesh = mesh
+        self.model = build_model(config, mesh)
+        self.head: Head = LMHead()
+        self.optimizer = None
+        self.schedule = None
+        if config.optimizer is not None:
+            self.optimizer = build_optimizer(config.optimizer, self.model.module, fused=not self.model.sharded)
+            self.schedule = build_schedule(config.schedule, self.optimizer)
+        self.num_steps = 0
+        self._step: _OpenStep | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, shared ones once."""
+        return sum(p.numel() for p in self.model.module.parameters())
+
+    # -- the split step -----------------------------------------------------------------------------------------------
+
+    def begin_step(self, loss_fn: LossFunction, microbatch_tokens: int | None = None) -> None:
+        """Opens a step with no gradients.
+
+        Raises:
+            RuntimeError: a step is open, or the engine was built without an optimizer.
+        """
+        if self._step is not None:
+            raise RuntimeError("a training step is already open; finish or abort it first")
+        if self.optimizer is None:
+            raise RuntimeError("this model was built without an optimizer, so it can't be trained")
+        if loss_fn.input_type is not LossInputType.LOGPROB:
+            raise ValueError(f"the LM head gives log-probabilities, but the loss wants {loss_fn.input_type.value}")
+        self.model.module.train()
+        self.optimizer.zero_grad()
+        # Dropout draws depend on the step and the rank only, so a resumed run draws what an uninterrupted one does.
+        torch.manual_seed(self.config.seed + self.num_steps * dist.get_world_size() + dist.get_rank())
+        sync_in_backward(self.model.module, False)
+        self._step = _OpenStep(loss_fn, microbatch_tokens or self.config.microbatch_tokens)
+
+    def microbatch(self, rows: Rows) -> None:
+        """Forward and backward over some rows; loss and gradients add up.
+
+        Raises:
+            RuntimeError: no step is open.
+        """
+        step = self._require_step()
+        step.valid_rows += float(rows["sample_mask"].double().sum())
+        step.valid_tokens += float(trained_token_mask(rows).double().sum())
+        for pack in self._packs(rows, step.microbatch_tokens):
+            loss, metrics = self._loss(step.loss_fn, rows, pack)
+            loss.backward()
+            if not pack.is_filler:
+                step.loss += loss.item()
+                step.records.append(metrics)
+
+    def finish_step(self) -> StepResult:
+        """Sums gradients over the data ranks, divides once, clips, updates, and closes the step.
+
+        Nothing is updated when no rank had a trained token or when the gradient norm is not finite: no weight decay,
+        no tick of the schedule, on no rank.
+
+        Raises:
+            RuntimeError: no step is open.
+        """
+        step = self._require_step()
+        module, optimizer, schedule = self.model.module, self.optimizer, self.schedule
+        assert optimizer is not None and schedule is not None
+        loss_sum, valid_tokens, valid_rows = self._sum_over_ranks(step.loss, step.valid_tokens, step.valid_rows)
+        count = valid_tokens if step.loss_fn.loss_type is LossType.TOKEN_LEVEL else valid_rows
+        lr, weight_decay = optimizer.param_groups[0]["lr"], optimizer.param_groups[0].get("weight_decay", 0.0)
+        skipped, grad_norm = None, 0.0
+        if count == 0:
+            skipped = "no_trained_token"
+        else:
+            self._reduce_gradients()
+            sharded_over = self.mesh.data_group if self.model.sharded else None
+            grad_norm = scale_and_clip(module, 1.0 / count, self.config.max_grad_norm, sharded_over)
+            if math.isfinite(grad_norm):
+                optimizer.step()
+                schedule.step()
+            else:
+                skipped = "non_finite_gradient"
+        if skipped:
+            log.warning("step skipped: %s", skipped.replace("_", " "))
+        optimizer.zero_grad()
+        self.num_steps += 1
+        self._step = None
+        scales = {
+            MetricNormalizer.TOKENS: 1.0 / max(valid_tokens, 1.0),
+            MetricNormalizer.SEQUENCES: 1.0 / max(valid_rows, 1.0),
+            MetricNormalizer.NONE: 1.0,
+        }
+        return StepResult(
+            loss=loss_sum / max(count, 1.0),
+            grad_norm=grad_norm,
+            lr=lr,
+            weight_decay=weight_decay,
+            valid_tokens=valid_tokens,
+            valid_rows=valid_rows,
+            skipped=skipped,
+            records=[_normalise(record, step.loss_fn, scales) for record in step.records],
+        )
+
+    def abort_step(self) -> None:
+        """Discards the open step; a no-op when there is none. `begin_step` works afterwards."""
+        if self._step is not None and self.optimizer is not None:
+            self.optimizer.zero_grad()
+            self.model.reshard()
+        self._step = None
+
+    # -- without gradients --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, loss_fn: LossFunction, rows: Rows) -> dict[str, float]:
+        """Raw sums over this rank's rows: `loss_sum`, `valid_tokens`, `valid_rows`. Changes nothing."""
+        self.model.module.eval()
+        loss_sum = 0.0
+        for pack in self._packs(rows, self.config.microbatch_tokens):
+            loss, _ = self._loss(loss_fn, rows, pack)
+            if not pack.is_filler:
+                loss_sum += loss.item()
+        self.model.reshard()
+        return {
+            "loss_sum": loss_sum,
+            "valid_tokens": float(trained_token_mask(rows).double().sum()),
+            "valid_rows": float(rows["sample_mask"].double().sum()),
+        }
+
+    def evaluation_step(self, loss_fn: LossFunction, rows: Rows) -> StepResult:
+        """The result that a step over the rows of all ranks would report, without any update."""
+        sums = self.evaluate(loss_fn, rows)
+        loss_sum, valid_tokens, valid_rows = self._sum_over_ranks(*sums.values())
+        count = valid_tokens if loss_fn.loss_type is LossType.TOKEN_LEVEL else valid_rows
+        return StepResult(
+            loss=loss_sum / max(count, 1.0),
+            grad_norm=0.0,
+            lr=0.0,
+            weight_decay=0.0,
+            valid_tokens=valid_tokens,
+            valid_rows=valid_rows,
+            skipped=None,
+            records=[],
+        )
+
+    @torch.no_grad()
+    def log_probs(self, rows: Rows, microbatch_tokens: int | None = None) -> Tensor:
+        """Log-probability of every token given its prefix, float32 `[B, S]` on the CPU; column 0 and padding are 0."""
+        self.model.module.eval()
+        width = rows["input_ids"].size(1)
+        out = torch.zeros(rows["input_ids"].shape, dtype=torch.float32)
+        columns = torch.arange(width)
+        everything = (columns[None, :] > 0) & (columns[None, :] < rows["input_lengths"][:, None])
+        for pack in self._packs(rows, microbatch_tokens or self.config.microbatch_tokens, everything):
+            values = self._head_output(pack)
+            if not pack.is_filler:
+                out[pack.rows.cpu()] = pack.to_rows(values, width).cpu()
+        self.model.reshard()
+        return out
+
+    # -- shared -------------------------------------------------------------------------------------------------------
+
+    def _require_step(self) -> _OpenStep:
+        if self._step is None:
+            raise RuntimeError("no training step is open; call begin first")
+        return self._step
+
+    def _sum_over_ranks(self, *values: float) -> list[float]:
+        totals = torch.tensor(values, dtype=torch.float64)
+        if self.mesh.size(DATA) > 1:
+            dist.all_reduce(totals, group=self.mesh.data_group)
+        return totals.tolist()
+
+    def _packs(self, rows: Rows, budget: int, target_mask: Tensor | None = None) -> list[Pack]:
+        """The rows that have a target, packed; fillers behind them where ranks must make equally many passes."""
+        if target_mask is None:
+            target_mask = torch.zeros_like(rows["input_ids"], dtype=torch.bool)
+            target_mask[:, 1:] = trained_token_mask(rows) != 0
+        active = target_mask.any(1).nonzero().squeeze(1).tolist()
+        lengths = rows["input_lengths"].tolist()
+        groups = plan_packs([lengths[i] for i in active], budget)
+        packs = [build_pack(rows, [active[i] for i in group], target_mask) for group in groups]
+        if self.model.sharded:
+            most = torch.tensor([len(packs)])
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.mesh.data_group)
+            packs += [filler_pack()] * (int(most) - len(packs))
+        return packs
+
+    def _head_output(self, pack: Pack) -> Tensor:
+        pack = pack.to(self.mesh.device)
+        with self.model.autocast(self.mesh.device):
+            return self.head(self.model.module, pack)
+
+    def _loss(self, loss_fn: LossFunction, rows: Rows, pack: Pack) -> tuple[Tensor, dict[str, float]]:
+        """The raw-sum loss of a pack and its metrics."""
+        values = self._head_output(pack)
+        if pack.is_filler:
+            return values.sum() * 0.0, {}
+        width = int(rows["input_ids"].size(1))
+        data = {
+            key: value[pack.rows].to(values.device)
+            for key, value in rows.items()
+            if isinstance(value, Tensor) and value.size(0) == rows["input_ids"].size(0)
+        }
+        next_token_logprobs = pack.to_rows(values, width)[:, 1:]
+        return loss_fn(data, 1.0, 1.0, next_token_logprobs=next_token_logprobs)
+
+    def _reduce_gradients(self) -> None:
+        if self.model.sharded:
+            # A sharded module reduces in backward only. One pass of weight zero carries the sums of all others.
+            sync_in_backward(self.model.module, True)
+            (self._head_output(filler_pack()).sum() * 0.0).backward()
+        elif self.mesh.size(DATA) > 1:
+            sum_over_data_ranks(self.model.module, self.mesh.data_group)
+
+
+def _normalise(
+    record: dict[str, float], loss_fn: LossFunction, scales: dict[MetricNormalizer, float]
+) -> dict[str, float]:
+    """Each metric by its stated rule; extrema stay as they are, an unlisted metric is divided like the loss."""
+    default = MetricNormalizer.TOKENS if loss_fn.loss_type is LossType.TOKEN_LEVEL else MetricNormalizer.SEQUENCES
+    return {
+        key: value
+        if key.endswith(("_min", "_max"))
+        else value * scales[loss_fn.metric_normalizations.get(key, default)]
+        for key, value in record.items()
+    }

@@ -1,0 +1,196 @@
+"""The worker: a process of the group that holds an engine and fetches its own rows. Every role runs this class."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from nemo_rl.algorithms.loss.interfaces import LossFunction
+from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.rendezvous import DistributedWorker
+from nemo_rl.models.engine.checkpoint import EngineCheckpointer
+from nemo_rl.models.engine.config import DATA, EngineConfig
+from nemo_rl.models.engine.engine import Engine, StepResult
+from nemo_rl.models.engine.mesh import Mesh, build_mesh
+
+log = logging.getLogger(__name__)
+
+
+class ModelWorker(TQWorkerMixin, DistributedWorker):
+    """One rank of a model: the split step, whole steps, evaluation, log-probabilities, saving.
+
+    The constructor is light; `initialize` builds the engine once the process group stands.
+
+    Args:
+        engine_config: what to build.
+        row_tokens: longest row; a microbatch size in rows times this is a token budget.
+        tokenizer: gives the pad id of padded views, and is saved with checkpoints.
+    """
+
+    def __init__(self, engine_config: EngineConfig, row_tokens: int, tokenizer: PreTrainedTokenizerBase):
+        super().__init__()
+        self.engine_config = engine_config
+        self.row_tokens = row_tokens
+        self.tokenizer = tokenizer
+        self._mesh: Mesh | None = None
+        self._engine: Engine | None = None
+        self._checkpointer: EngineCheckpointer | None = None
+
+    def initialize(self, weights_path: str | None = None, optimizer_path: str | None = None) -> dict[str, Any]:
+        """Builds mesh and engine and, with `weights_path`, continues from a checkpoint.
+
+        Returns:
+            `num_parameters`, `compute_dtype` (name), `sharded`, `device` (type).
+
+        Raises:
+            UserError: the model or the checkpoint can't be loaded.
+        """
+        logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {self.rank} %(levelname)s %(message)s")
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
+        self._mesh = build_mesh(self.engine_config.parallel, self.device)
+        self._engine = Engine(self.engine_config, self._mesh)
+        self._checkpointer = EngineCheckpointer(self._engine)
+        if weights_path is not None:
+            self._checkpointer.load(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
+        return {
+            "num_parameters": self._engine.num_parameters,
+            "compute_dtype": str(self._engine.model.compute_dtype).removeprefix("torch."),
+            "sharded": self._engine.model.sharded,
+            "device": self.device.type,
+        }
+
+    @property
+    def mesh(self) -> Mesh:
+        """This rank's place; exists after `initialize`."""
+        assert self._mesh is not None, "initialize has not run"
+        return self._mesh
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; exists after `initialize`."""
+        assert self._engine is not None, "initialize has not run"
+        return self._engine
+
+    @property
+    def checkpointer(self) -> EngineCheckpointer:
+        """Saves and loads the engine; exists after `initialize`."""
+        assert self._checkpointer is not None, "initialize has not run"
+        return self._checkpointer
+
+    # -- one optimizer step in parts ----------------------------------------------------------------------------------
+
+    def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
+        """Opens a step.
+
+        Args:
+            loss_fn: applied to every microbatch.
+            gbs: rows of the step over all ranks, as the interface has it; the engine divides by what it counts.
+            mbs: rows of a forward pass if all had the greatest length; None takes the configured token budget.
+        """
+        self.engine.begin_step(loss_fn, self._budget(mbs))
+
+    def train_microbatch(self, data: BatchedDataDict) -> None:
+        """Adds the gradients of these rows to the open step."""
+        self.engine.microbatch(data)
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Updates the weights and closes the step; see `_train_result`."""
+        return self._train_result([self.engine.finish_step()])
+
+    def abort_train_step(self) -> None:
+        """Discards the open step, if there is one."""
+        self.engine.abort_step()
+
+    # -- whole calls --------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """Optimizer steps over this rank's rows, `gbs` rows of all ranks each; without updates in `eval_mode`.
+
+        Raises:
+            ValueError: the rows do not divide into steps.
+        """
+        data_ranks = self.mesh.size(DATA)
+        local = data.size if gbs is None else gbs // data_ranks
+        if local == 0 or data.size % local:
+            raise ValueError(
+                f"{data.size} rows on a rank do not divide into steps of {gbs} rows over {data_ranks} ranks"
+            )
+        steps = []
+        for start in range(0, data.size, local):
+            rows = data.slice(start, start + local)
+            if eval_mode:
+                steps.append(self.engine.evaluation_step(loss_fn, rows))
+                continue
+            self.engine.begin_step(loss_fn, self._budget(mbs))
+            self.engine.microbatch(rows)
+            steps.append(self.engine.finish_step())
+        return self._train_result(steps)
+
+    def eval_microbatch(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
+        """Raw sums over this rank's rows: `loss_sum`, `valid_tokens`, `valid_rows`."""
+        return self.engine.evaluate(loss_fn, data)
+
+    def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """`logprobs [B, S]` float32: of each token given its prefix; column 0 and padding are 0."""
+        return BatchedDataDict({"logprobs": self.engine.log_probs(data, self._budget(micro_batch_size))})
+
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
+    ) -> None:
+        """Copies the state and writes it in the background; `async_save_done` says when it is on disk."""
+        self.checkpointer.save(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
+        if tokenizer_path is not None and self.rank == 0:
+            self.tokenizer.save_pretrained(tokenizer_path)
+
+    def async_save_done(self) -> bool:
+        """Whether the last save is on disk; never waits. Raises `RunError` when it failed."""
+        return self.checkpointer.is_done()
+
+    def _local_coords(self) -> dict[str, int]:
+        return self.mesh.coords
+
+    def _get_replica_group(self) -> dist.ProcessGroup | None:
+        return self.mesh.replica_group
+
+    def _budget(self, mbs: int | None) -> int | None:
+        return None if mbs is None else mbs * self.row_tokens
+
+    def _train_result(self, steps: list[StepResult]) -> dict[str, Any]:
+        """What a rank reports of its steps.
+
+        `global_loss`: float `[steps]`, the same on all ranks; `grad_norm`: of the last step; `all_mb_metrics`: this
+        rank's metrics by name, one entry per forward pass, with `lr`, `wd`, `global_valid_seqs`, `global_valid_toks`;
+        `skipped`: why the last step changed nothing, or None; `rank`.
+        """
+        metrics: dict[str, list[float]] = {}
+        for step in steps:
+            # A rank without rows still reports the step's rates and counts.
+            for record in step.records or [{}]:
+                shared = {
+                    "lr": step.lr,
+                    "wd": step.weight_decay,
+                    "global_valid_seqs": step.valid_rows,
+                    "global_valid_toks": step.valid_tokens,
+                }
+                for key, value in (record | shared).items():
+                    metrics.setdefault(key, []).append(value)
+        return {
+            "global_loss": torch.tensor([step.loss for step in steps]),
+            "grad_norm": steps[-1].grad_norm,
+            "all_mb_metrics": metrics,
+            "skipped": steps[-1].skipped,
+            "rank": self.rank,
+        }
