@@ -1,0 +1,106 @@
+"""Write docs/config.md from the config models, so that the page can't fall behind the code.
+
+    python docs/make_config_page.py [--check]
+
+With `--check` nothing is written; the exit code is 1 when the page on disk differs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+import typing
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from nemo_rl.algorithms.sft_v2 import MasterConfig
+
+PAGE = Path(__file__).parent / "config.md"
+INTRO = """\
+# Config keys
+
+Written from the config models by `python docs/make_config_page.py`; a test compares.
+
+- A file may stand on others: `defaults: base.yaml`, or a list, relative to the file. Sections merge key by key; a
+  section with `_override_: true` replaces the one below.
+- `key=value` on the command line wins over the file, `~key` removes a key.
+- `${other.key}` is replaced by the value of that key; `${mul:a,b}`, `${div:a,b}` and `${max:a,b}` calculate.
+- A key that is not listed here is an error that names the nearest one that is. Keys which NeMo-RL's recipes hold and
+  which mean nothing here are accepted, and listed once when a run starts.
+- `onehop check FILE` lists every problem of a file at once and starts nothing.
+"""
+
+
+def models_in(annotation: object) -> list[type[BaseModel]]:
+    """The config models that a field's type names, itself or inside a union, a list or `Annotated`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    parts = [model for part in typing.get_args(annotation) for model in models_in(part)]
+    return list(dict.fromkeys(parts))
+
+
+def type_name(annotation: object) -> str:
+    """A field's type as a reader of YAML would say it."""
+    if annotation is type(None):
+        return "null"
+    if typing.get_origin(annotation) is typing.Annotated:
+        return type_name(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) is typing.Literal:
+        return ", ".join(
+            f"`{value}`" if isinstance(value, str) else str(value).lower() for value in typing.get_args(annotation)
+        )
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " or ".join(type_name(part) for part in typing.get_args(annotation))
+    if typing.get_origin(annotation) in (list, tuple):
+        return f"list of {type_name(typing.get_args(annotation)[0])}"
+    if typing.get_origin(annotation) is dict or models_in(annotation):
+        return "section"
+    names = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "section"}
+    return names.get(annotation, "any") if isinstance(annotation, type) else "any"
+
+
+def default_text(field: FieldInfo) -> str:
+    """A field's default in YAML; `required` where there is none, empty for a section."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, BaseModel | dict) or (isinstance(value, list) and value):
+        return ""
+    if value is None:
+        return "`null`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def section(name: str, model: type[BaseModel]) -> list[str]:
+    """The table of one section and of those below it."""
+    first_paragraph = inspect.cleandoc(model.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+    lines = ["", f"## {name}", "", first_paragraph, "", "| key | type | default | meaning |", "|---|---|---|---|"]
+    below = []
+    for key, field in model.model_fields.items():
+        shown = field.alias or key
+        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        inner_models = models_in(field.annotation)
+        if inner_models and not meaning:
+            meaning = f"see [{name}.{shown}](#{name.replace('.', '')}{shown})"
+        lines.append(f"| `{shown}` | {type_name(field.annotation)} | {default_text(field)} | {meaning} |")
+        for inner in inner_models:
+            below += section(f"{name}.{shown}", inner)
+    return lines + below
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    lines = [INTRO.rstrip()]
+    for name, field in MasterConfig.model_fields.items():
+        for model in models_in(field.annotation):
+            lines += section(name, model)
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv[1:]:
+        sys.exit(PAGE.read_text(encoding="utf-8") != page())
+    PAGE.write_text(page(), encoding="utf-8")
