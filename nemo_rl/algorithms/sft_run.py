@@ -1,4 +1,4 @@
-"""One SFT run from a config file to a summary: what `onehop sft` and `onehop check` do."""
+"""One SFT run from a config file to a summary: what `onehop sft` does."""
 
 import json
 import logging
@@ -48,17 +48,6 @@ def read_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterCo
     for note in config.data.energon.notes():
         log.info("%s", note)
     return config
-
-
-def check_sft(path: str | Path, overrides: Sequence[str] = ()) -> list[str]:
-    """Every problem that can be known without starting a worker, one line each; `[]` when the run can start."""
-    try:
-        config = read_sft_config(path, overrides)
-    except ConfigError as error:
-        return error.problems
-    except UserError as error:
-        return [str(error)]
-    return inspect_inputs(config).problems
 
 
 def run_sft(

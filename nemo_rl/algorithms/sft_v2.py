@@ -195,7 +195,7 @@ class SFTSingleControllerActor:
             policy_started = time.perf_counter()
             try:
                 with managed_span(RLSpanGroup.POLICY_UPDATE, "rl.sft_v2.policy_training"):
-                    results = self._train(envelopes)
+                    results = self._train_with_retry(envelopes)
             except BaseException:
                 self._abort()
                 raise
@@ -214,6 +214,18 @@ class SFTSingleControllerActor:
             "tokens_per_second": metrics["tokens"] / total_time,
             **metrics,
         }
+
+    def _train_with_retry(self, envelopes: list[StepEnvelope]) -> dict[str, Any]:
+        """The split step; once more with passes half as long when one did not fit into memory."""
+        try:
+            return self._train(envelopes)
+        except RunError as error:
+            if not self._trainer.can_retry(error):
+                raise
+            self._trainer.abort_train_step()
+            tokens = self._trainer.halve_microbatches()
+            log.warning("step %d again with passes of %d tokens: %s", self._state.total_steps + 1, tokens, error)
+            return self._train(envelopes)
 
     def _train(self, envelopes: list[StepEnvelope]) -> dict[str, Any]:
         """The split step over placed rows."""
@@ -249,6 +261,10 @@ class SFTSingleControllerActor:
         for envelope in envelopes:
             for reason, count in envelope.dropped.items():
                 state.dropped_samples[reason] = state.dropped_samples.get(reason, 0) + count
+        bad_lines = len(self._args.loader_settings.train.bad_lines)
+        if bad_lines:
+            # Indexed out before the run, so no batch counts them; each pass leaves them out once more.
+            state.dropped_samples["bad_line"] = bad_lines * (envelopes[0].epoch + 1)
         by_shard: dict[int, list[str]] = {}
         for shard, source in real:
             by_shard.setdefault(shard, []).append(source)

@@ -26,6 +26,7 @@ class TokenBudgetConfig(ConfigModel):
     """`sequence_packing` and `dynamic_batching`: the engine always packs; an enabled block gives its token budget."""
 
     enabled: bool = False
+    """Take the budgets of this block."""
     train_mb_tokens: int | None = Field(default=None, ge=1)
     """Tokens of a forward pass in training."""
     logprob_mb_tokens: int | None = Field(default=None, ge=1)
@@ -36,37 +37,54 @@ class OptimizerConfig(ConfigModel):
     """An optimizer of `torch.optim`."""
 
     name: str = "torch.optim.AdamW"
+    """A class of `torch.optim`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its arguments, such as `lr`."""
 
 
 class SchedulerConfig(ConfigModel):
     """One phase of the schedule, or the milestones between phases (in optimizer steps)."""
 
     name: str | None = None
+    """A class of `torch.optim.lr_scheduler`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its arguments."""
     milestones: list[int] | None = None
+    """Steps at which the next phase starts; the only key of its entry."""
 
 
 class DTensorConfig(ConfigModel):
     """The `dtensor_cfg` (also `automodel_cfg`) block of existing recipes, as far as it has a meaning here."""
 
     enabled: bool = False
+    """Take the settings of this block."""
     tensor_parallel_size: int = Field(default=1, ge=1)
+    """Must be 1 for now."""
     context_parallel_size: int = Field(default=1, ge=1)
+    """Must be 1 for now."""
     activation_checkpointing: bool = False
+    """As `policy.activation_checkpointing`."""
 
 
 class MegatronOptimizerConfig(ConfigModel):
     """Megatron's optimizer keys, translated to `torch.optim`."""
 
     optimizer: Literal["adam", "sgd"] = "adam"
+    """`adam` becomes AdamW, which is what Megatron's adam is."""
     lr: float = Field(ge=0)
+    """Peak learning rate."""
     min_lr: float = Field(default=0.0, ge=0)
+    """Rate at the end of a decay."""
     weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled with `adam`, part of the gradient with `sgd`."""
     adam_beta1: float = 0.9
+    """Decay of the first moment."""
     adam_beta2: float = 0.999
+    """Decay of the second moment."""
     adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
     sgd_momentum: float = 0.9
+    """Momentum of `sgd`."""
     clip_grad: float | None = None
     """Overrides `max_grad_norm` where it is set."""
 
@@ -84,10 +102,13 @@ class MegatronSchedulerConfig(ConfigModel):
     """Megatron's schedule: linear warm-up from `lr_warmup_init`, then a decay to `min_lr` that stays there."""
 
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the rate after the warm-up."""
     lr_decay_iters: int | None = Field(default=None, ge=1)
     """Step at which `min_lr` is reached; null is the length of the run."""
     lr_warmup_iters: int = Field(default=0, ge=0)
+    """Steps of the linear warm-up."""
     lr_warmup_init: float = Field(default=0.0, ge=0)
+    """Rate at the start of the warm-up."""
 
     def spec(self, lr: float, min_lr: float, train_iters: int | None) -> ScheduleSpec:
         """The torch schedulers that give the same rate at every step.
@@ -129,16 +150,23 @@ class MegatronConfig(ConfigModel):
     """The `megatron_cfg` block of existing recipes, translated onto the engine."""
 
     enabled: bool = False
+    """Take the settings of this block."""
     tensor_model_parallel_size: int = Field(default=1, ge=1)
+    """Must be 1 for now."""
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
+    """Must be 1 for now."""
     context_parallel_size: int = Field(default=1, ge=1)
+    """Must be 1 for now."""
     activation_checkpointing: bool = False
+    """As `policy.activation_checkpointing`."""
     use_fused_linear_logprobs: bool = False
     """Accepted: the head runs at trained positions only, which is what the fused kernel would save."""
     train_iters: int | None = None
     """Set by `setup_sft_v2`: the length of the run in optimizer steps, the schedule's horizon."""
     optimizer: MegatronOptimizerConfig | None = None
+    """Wins over `policy.optimizer`."""
     scheduler: MegatronSchedulerConfig | None = None
+    """Wins over `policy.scheduler`."""
 
 
 class ModelConfig(ConfigModel):
@@ -154,6 +182,7 @@ class ModelConfig(ConfigModel):
     train_mb_tokens: int | None = Field(default=None, ge=1)
     """Token budget of a forward pass in training; the first choice of all."""
     logprob_batch_size: int | None = Field(default=None, ge=1)
+    """Like `train_micro_batch_size`, for passes without gradients; null takes that one."""
     max_total_sequence_length: int = Field(ge=2)
     """Longest row in tokens."""
     make_sequence_length_divisible_by: int = Field(default=1, ge=1)
@@ -161,9 +190,13 @@ class ModelConfig(ConfigModel):
     precision: Literal["auto", "bfloat16", "bf16", "float32", "fp32"] = "auto"
     """Compute dtype; weights and optimizer state are float32. `auto`: bfloat16 where the hardware multiplies in it."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients with a larger L2 norm are scaled down to it; null never."""
     optimizer: OptimizerConfig | None = None
+    """Required, unless `megatron_cfg` is enabled and has one."""
     scheduler: SchedulerConfig | list[SchedulerConfig] | None = None
+    """Phases of the learning rate and, between them, milestones; null is a constant rate."""
     activation_checkpointing: bool = False
+    """Compute activations again in backward instead of keeping them: less memory, about a third more time."""
     data_parallel: Literal["auto", "replicate", "shard"] = "auto"
     """Weights whole on every worker, or sharded over them; `auto` replicates when they fit with room to spare."""
     dynamic_batching: TokenBudgetConfig = Field(default_factory=TokenBudgetConfig)

@@ -17,6 +17,7 @@ from nemo_rl.models.engine.checkpoint import EngineCheckpointer
 from nemo_rl.models.engine.config import DATA, EngineConfig
 from nemo_rl.models.engine.engine import Engine, StepResult
 from nemo_rl.models.engine.mesh import Mesh, build_mesh
+from nemo_rl.utils.errors import MemoryExhaustedError
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +97,21 @@ class ModelWorker(TQWorkerMixin, DistributedWorker):
         self.engine.begin_step(loss_fn, self._budget(mbs))
 
     def train_microbatch(self, data: BatchedDataDict) -> None:
-        """Adds the gradients of these rows to the open step."""
-        self.engine.microbatch(data)
+        """Adds the gradients of these rows to the open step.
+
+        Raises:
+            MemoryExhaustedError: a pass did not fit; the step can only be aborted.
+        """
+        try:
+            self.engine.microbatch(data)
+        except torch.OutOfMemoryError as error:
+            first_line = str(error).splitlines()[0]
+            raise MemoryExhaustedError(f"a pass of {self.engine.microbatch_tokens} tokens: {first_line}") from error
+
+    def halve_microbatches(self) -> int:
+        """Halves the token budget of all later passes; returns the new one."""
+        self.engine.microbatch_tokens = max(1, self.engine.microbatch_tokens // 2)
+        return self.engine.microbatch_tokens
 
     def finish_train_step(self) -> dict[str, Any]:
         """Updates the weights and closes the step; see `_train_result`."""

@@ -22,3 +22,7 @@ class ConfigError(UserError):
 
 class RunError(RuntimeError):
     """A run that started and can't go on: a dead worker, a wait over its limit, a disk that is full."""
+
+
+class MemoryExhaustedError(RunError):
+    """A forward or backward pass that did not fit. Smaller microbatches may: nothing but the open step is lost."""

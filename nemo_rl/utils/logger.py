@@ -40,13 +40,17 @@ class LoggerConfig(ConfigModel):
     """Where the metrics of a run go; `metrics.jsonl` in `log_dir` is always written."""
 
     log_dir: str = "logs"
-    """Folder of the run's files; a start makes `exp_001`, `exp_002`, ... below it."""
+    """Folder of the run's files. A resumed run continues them, a fresh one keeps older ones aside."""
     log_row_ids: bool = False
     """Write `rows.jsonl`: the source ids of every trained row, by step and shard."""
     tensorboard_enabled: bool = True
+    """Write TensorBoard files to `log_dir/tensorboard`."""
     wandb_enabled: bool = False
+    """Needs `pip install onehop[wandb]`."""
     mlflow_enabled: bool = False
+    """Needs `pip install onehop[mlflow]`."""
     swanlab_enabled: bool = False
+    """Needs `pip install onehop[swanlab]`."""
     tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig)
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig)

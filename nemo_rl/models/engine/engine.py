@@ -89,6 +89,7 @@ class Engine:
             self.optimizer = build_optimizer(config.optimizer, self.model.module, fused=not self.model.sharded)
             self.schedule = build_schedule(config.schedule, self.optimizer)
         self.num_steps = 0
+        self.microbatch_tokens = config.microbatch_tokens
         self._step: _OpenStep | None = None
 
     @property
@@ -115,7 +116,7 @@ class Engine:
         # Dropout draws depend on the step and the rank only, so a resumed run draws what an uninterrupted one does.
         torch.manual_seed(self.config.seed + self.num_steps * dist.get_world_size() + dist.get_rank())
         sync_in_backward(self.model.module, False)
-        self._step = _OpenStep(loss_fn, microbatch_tokens or self.config.microbatch_tokens)
+        self._step = _OpenStep(loss_fn, microbatch_tokens or self.microbatch_tokens)
 
     def microbatch(self, rows: Rows) -> None:
         """Forward and backward over some rows; loss and gradients add up.
@@ -195,7 +196,7 @@ class Engine:
         """Raw sums over this rank's rows: `loss_sum`, `valid_tokens`, `valid_rows`. Changes nothing."""
         self.model.module.eval()
         loss_sum = 0.0
-        for pack in self._packs(rows, self.config.microbatch_tokens):
+        for pack in self._packs(rows, self.microbatch_tokens):
             loss, _ = self._loss(loss_fn, rows, pack)
             if not pack.is_filler:
                 loss_sum += loss.item()
@@ -230,7 +231,7 @@ class Engine:
         out = torch.zeros(rows["input_ids"].shape, dtype=torch.float32)
         columns = torch.arange(width)
         everything = (columns[None, :] > 0) & (columns[None, :] < rows["input_lengths"][:, None])
-        for pack in self._packs(rows, microbatch_tokens or self.config.microbatch_tokens, everything):
+        for pack in self._packs(rows, microbatch_tokens or self.microbatch_tokens, everything):
             values = self._head_output(pack)
             if not pack.is_filler:
                 out[pack.rows.cpu()] = pack.to_rows(values, width).cpu()

@@ -11,6 +11,7 @@ from nemo_rl.data_plane.interfaces import DataPlaneRuntimeConfig, KVBatchMeta
 from nemo_rl.data_plane.preshard import stamp_common_width
 from nemo_rl.models.driver import aggregate_train_results
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.errors import MemoryExhaustedError
 from nemo_rl.utils.timer import Timer
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,19 @@ class TQPolicy(TQDriverMixin, Policy):
     def finish_train_step(self) -> dict[str, Any]:
         """One reduction, one update; `loss`, `grad_norm`, `skipped`, `all_mb_metrics`, `num_ranks`."""
         return aggregate_train_results(self._call_all("finish_train_step_presharded", reason="the optimizer step"))
+
+    def can_retry(self, error: BaseException) -> bool:
+        """Whether the step that failed with `error` may be tried again after `abort_train_step`.
+
+        Only when a pass ran out of memory, and only where ranks do not wait for each other inside a pass: where they
+        do, the other ranks are stuck in a collective.
+        """
+        cause = getattr(error.__cause__, "cause", None)
+        return isinstance(cause, MemoryExhaustedError) and not self.model_info["sharded"]
+
+    def halve_microbatches(self) -> int:
+        """Halves the token budget of all later passes; returns the new one."""
+        return min(self._call_all("halve_microbatches", reason="making microbatches smaller"))
 
     def abort_train_step(self) -> None:
         """Discards the open step on every worker; a no-op where there is none."""
