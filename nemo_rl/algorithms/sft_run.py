@@ -11,7 +11,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from nemo_rl.algorithms.sft_config import MasterConfig, inspect_inputs, refused_recipe_values, tokenizer_options
+from nemo_rl.algorithms.sft_checks import inspect_inputs, refused_recipe_values, tokenizer_options
+from nemo_rl.algorithms.sft_config import MasterConfig
 from nemo_rl.algorithms.sft_v2 import SFTSingleControllerActor, setup_sft_v2
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.ray_session import init_ray

@@ -20,14 +20,13 @@ from typing import Any
 
 import ray
 
-from nemo_rl.algorithms.sft_setup import (
-    MasterConfig,
+from nemo_rl.algorithms.sft_config import MasterConfig
+from nemo_rl.algorithms.sft_state import (
     SFTV2ActorArgs,
     SFTV2SaveState,
     _initial_save_state,
     _max_train_steps,
     _restore_save_state,
-    setup_sft_v2,
 )
 from nemo_rl.data.energon.sft_types import StepEnvelope
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES
@@ -443,6 +442,23 @@ class SFTSingleControllerActor:
                 close()
             except Exception as error:  # noqa: BLE001  see above
                 log.warning("while closing: %s", error)
+
+
+def setup_sft_v2(master_config: MasterConfig, tokenizer_or_processor: Any) -> SFTV2ActorArgs:
+    """Build the V2 cluster, TQPolicy, placement, and resume state.
+
+    Ray must be connected. `data.train.virtual_epoch_length` and the schedule's horizon are filled in on
+    `master_config`. When anything fails, no worker is left behind.
+
+    Raises:
+        ConfigError: the config can't be run; all problems at once, before any worker starts.
+        UserError: a checkpoint that is not of this run, or a model that can't be loaded.
+        RunError: a worker died or did not start in time.
+    """
+    # Only the driver needs what this imports; the controller's process holds no tensor and loads no tensor library.
+    from nemo_rl.algorithms.sft_setup import build_actor_args
+
+    return build_actor_args(master_config, tokenizer_or_processor)
 
 
 __all__ = [

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from nemo_rl.algorithms.sft_config import MasterConfig, SFTInputs
+    from nemo_rl.algorithms.sft_checks import SFTInputs
+    from nemo_rl.algorithms.sft_config import MasterConfig
 
 
 def check(
@@ -20,7 +21,7 @@ def check(
     """Check a run's config, model, data and cluster, and list all problems at once (exit code 2)."""
     from rich.console import Console
 
-    from nemo_rl.algorithms.sft_config import inspect_inputs
+    from nemo_rl.algorithms.sft_checks import inspect_inputs
     from nemo_rl.algorithms.sft_run import read_sft_config
     from nemo_rl.cli.console import print_facts
     from nemo_rl.utils.errors import ConfigError

@@ -12,15 +12,11 @@ from torch import Tensor
 
 from nemo_rl.data_plane.codec import materialize, pack_jagged_fields, to_tensordict
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.preshard import round_up
 from nemo_rl.data_plane.schema import GLOBAL_FORWARD_PAD_SEQLEN, INPUT_LENGTHS, PAD_TO_MULTIPLE, TOKEN_ALIGNED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 __all__ = ["TOKEN_ALIGNED_FIELDS", "kv_first_write", "read_columns", "round_up", "write_columns"]
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `value`."""
-    return -(-value // multiple) * multiple
 
 
 def read_columns(

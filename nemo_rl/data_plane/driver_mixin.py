@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from nemo_rl.data_plane.column_io import read_columns, write_columns
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.preshard import stamp_common_width
 from nemo_rl.data_plane.schema import GLOBAL_FORWARD_PAD_SEQLEN
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+if TYPE_CHECKING:
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 
 class TQDriverMixin:
@@ -33,11 +34,16 @@ class TQDriverMixin:
         self, meta: KVBatchMeta, *, select_fields: Sequence[str], pad_value_dict: Mapping[str, float] | None = None
     ) -> BatchedDataDict:
         """The named columns of the rows of `meta`, padded `[N, S]` to the width that the workers use."""
+        # Tensors are read on this side by a few stages only; a driver that never does loads no tensor library.
+        from nemo_rl.data_plane.column_io import read_columns
+
         stamped = self._stamp_pad_seqlen(meta)
         return read_columns(self.dp_client, stamped, select_fields=select_fields, pad_value_dict=pad_value_dict)
 
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
         """Adds columns `[N, ...]` to the rows of `meta`."""
+        from nemo_rl.data_plane.column_io import write_columns
+
         write_columns(self.dp_client, meta, fields=fields)
 
     def _packing_args(

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_rl.data_plane.column_io import round_up
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.schema import GLOBAL_FORWARD_PAD_SEQLEN, INPUT_LENGTHS, PACKING_KEYS, PAD_TO_MULTIPLE
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+if TYPE_CHECKING:
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 _ROW = "row"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
 
 
 def shard_meta_for_dp(
@@ -39,6 +45,10 @@ def shard_meta_for_dp(
         ValueError: no rows, no length for each row, both kinds of packing, or a row over the token budget.
         AssertionError: rows that do not divide; the sizes are checked where a run starts.
     """
+    # The batch container does the cutting; a controller that only places rows never loads its tensor library.
+
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
     lengths = meta.sequence_lengths
     if not meta.sample_ids:
         raise ValueError(f"partition {meta.partition_id!r}: no rows to shard")

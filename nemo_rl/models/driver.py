@@ -3,23 +3,28 @@
 Policy and critic are this class with another config and, one day, another head.
 """
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.loss.interfaces import LossFunction
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES, NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.config import ModelConfig
 from nemo_rl.models.engine.config import AXES, DATA, ParallelSizes
 from nemo_rl.utils.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from nemo_rl.algorithms.loss.interfaces import LossFunction
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +195,7 @@ class ModelDriver:
 
 
 def aggregate_train_results(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The workers' results as one: `loss`, `grad_norm` and `skipped` of the first, metrics of all joined by name.
+    """The workers' results as one: `loss` (mean over the steps), `grad_norm` and `skipped`, metrics joined by name.
 
     Only replica leaders count, since the siblings of a replica report the same tokens.
 
@@ -205,7 +210,7 @@ def aggregate_train_results(results: list[dict[str, Any]]) -> dict[str, Any]:
         for key, values in result["all_mb_metrics"].items():
             metrics.setdefault(key, []).extend(values)
     return {
-        "loss": leaders[0]["global_loss"],
+        "loss": sum(leaders[0]["global_loss"]) / len(leaders[0]["global_loss"]),
         "grad_norm": leaders[0]["grad_norm"],
         "skipped": leaders[0]["skipped"],
         "all_mb_metrics": metrics,

@@ -185,7 +185,7 @@ class ModelWorker(TQWorkerMixin, DistributedWorker):
     def _train_result(self, steps: list[StepResult]) -> dict[str, Any]:
         """What a rank reports of its steps.
 
-        `global_loss`: float `[steps]`, the same on all ranks; `grad_norm`: of the last step; `all_mb_metrics`: this
+        `global_loss`: one float per step, the same on all ranks; `grad_norm`: of the last step; `all_mb_metrics`: this
         rank's metrics by name, one entry per forward pass, with `lr`, `wd`, `global_valid_seqs`, `global_valid_toks`;
         `skipped`: why the last step changed nothing, or None; `rank`.
         """
@@ -202,7 +202,7 @@ class ModelWorker(TQWorkerMixin, DistributedWorker):
                 for key, value in (record | shared).items():
                     metrics.setdefault(key, []).append(value)
         return {
-            "global_loss": torch.tensor([step.loss for step in steps]),
+            "global_loss": [step.loss for step in steps],
             "grad_norm": steps[-1].grad_norm,
             "all_mb_metrics": metrics,
             "skipped": steps[-1].skipped,

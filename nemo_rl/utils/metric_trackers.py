@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import yaml
 
@@ -67,23 +68,42 @@ class TensorboardTracker:
     """Event files for TensorBoard. After a resume the points of later steps are hidden there."""
 
     def __init__(self, config: TensorboardConfig, log_dir: Path, resumed_after: int | None):
-        from torch.utils.tensorboard import SummaryWriter
+        # TensorBoard's own writer: that of torch.utils would load torch where nothing else needs it.
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        purge_step = None if resumed_after is None else resumed_after + 1
-        self._writer = SummaryWriter(str(log_dir / config.log_dir), purge_step=purge_step)
+        # The names of these modules exist at run time only.
+        self._event = cast(Any, event_pb2)
+        self._summary = cast(Any, summary_pb2).Summary
+        self._writer = EventFileWriter(str(log_dir / config.log_dir))
+        if resumed_after is not None:
+            # Readers drop what an earlier file holds from this step on.
+            self._add(resumed_after + 1, session_log=self._event.SessionLog(status=self._event.SessionLog.START))
 
     def log(self, metrics: Mapping[str, float], step: int, step_finished: bool) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(step, summary=self._summary(value=values))
         if step_finished:
             self._writer.flush()
 
     def log_hyperparams(self, config: Mapping[str, Any]) -> None:
+        from tensorboard.compat.proto import tensor_pb2, tensor_shape_pb2
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+
+        tensor, shape = cast(Any, tensor_pb2), cast(Any, tensor_shape_pb2).TensorShapeProto
         text = yaml.safe_dump(dict(config), sort_keys=False)
-        self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
+        block = "\n".join(f"    {line}" for line in text.splitlines())
+        content = tensor.TensorProto(
+            dtype="DT_STRING", string_val=[block.encode()], tensor_shape=shape(dim=[shape.Dim(size=1)])
+        )
+        value = self._summary.Value(tag="config", metadata=create_summary_metadata("config", ""), tensor=content)
+        self._add(0, summary=self._summary(value=[value]))
 
     def finish(self) -> None:
         self._writer.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._event.Event(wall_time=time.time(), step=step, **content))
 
 
 class WandbTracker:

@@ -1,10 +1,13 @@
 """What a loss is to the engine: a callable over padded rows that says how its sums are normalised."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LossType(Enum):

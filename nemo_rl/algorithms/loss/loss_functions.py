@@ -1,10 +1,10 @@
 """The losses. Each sums over its rows and divides by the global counts it is given."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.algorithms.loss.interfaces import (
     LossInputType,
@@ -13,6 +13,9 @@ from nemo_rl.algorithms.loss.interfaces import (
     masked_mean,
     trained_token_mask,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class NLLLossFn:

@@ -9,7 +9,38 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
+    from nemo_rl.data.config import DataConfig
+    from nemo_rl.data.energon.sources import PreparedSource
     from nemo_rl.data_plane.interfaces import KVBatchMeta
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSettings:
+    """What the leaders need to build their loaders; the same for all replicas.
+
+    Attributes:
+        data_config: the `data` section.
+        train: the indexed training source.
+        validation: the indexed validation source, or None.
+        num_logical_shards: slices of the data over all replicas.
+        rows_per_shard: training rows of one shard in one step.
+        val_rows_per_shard: validation rows of one shard in one batch.
+        max_val_batches: batches of a validation pass; None takes all rows.
+        max_sequence_length: longest row in tokens.
+        only_unmask_final: train the last assistant turn only.
+        seed: of the order of rows.
+    """
+
+    data_config: DataConfig
+    train: PreparedSource
+    validation: PreparedSource | None
+    num_logical_shards: int
+    rows_per_shard: int
+    val_rows_per_shard: int
+    max_val_batches: int | None
+    max_sequence_length: int
+    only_unmask_final: bool
+    seed: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,14 +6,11 @@ sends the meta back as a train call. No row leaves the replica.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl.data.config import DataConfig
 from nemo_rl.data.energon.prefetch import LoaderThread
 from nemo_rl.data.energon.replica import build_replica_loaders
-from nemo_rl.data.energon.sft_types import LoadedBatch, StepEnvelope
-from nemo_rl.data.energon.sources import PreparedSource
+from nemo_rl.data.energon.sft_types import LoadedBatch, LoaderSettings, StepEnvelope
 from nemo_rl.data.sft_batch import batch_rows
 from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.models.engine.config import DATA
@@ -23,35 +20,6 @@ log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 600.0
 """Longest wait for one batch, in seconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderSettings:
-    """What the leaders need to build their loaders; the same for all replicas.
-
-    Attributes:
-        data_config: the `data` section.
-        train: the indexed training source.
-        validation: the indexed validation source, or None.
-        num_logical_shards: slices of the data over all replicas.
-        rows_per_shard: training rows of one shard in one step.
-        val_rows_per_shard: validation rows of one shard in one batch.
-        max_val_batches: batches of a validation pass; None takes all rows.
-        max_sequence_length: longest row in tokens.
-        only_unmask_final: train the last assistant turn only.
-        seed: of the order of rows.
-    """
-
-    data_config: DataConfig
-    train: PreparedSource
-    validation: PreparedSource | None
-    num_logical_shards: int
-    rows_per_shard: int
-    val_rows_per_shard: int
-    max_val_batches: int | None
-    max_sequence_length: int
-    only_unmask_final: bool
-    seed: int
 
 
 class SFTPolicyWorker(ModelWorker):

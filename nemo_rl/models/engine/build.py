@@ -5,17 +5,18 @@ import logging
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.engine.attention import ATTENTION_NAME, register_attention
-from nemo_rl.models.engine.config import DATA, EngineConfig, compute_dtype
+from nemo_rl.models.engine.config import DATA, EngineConfig
 from nemo_rl.models.engine.mesh import Mesh
+from nemo_rl.models.engine.model_config import packing_problem, read_model_config
+from nemo_rl.models.engine.precision import compute_dtype
 from nemo_rl.utils.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -23,19 +24,6 @@ log = logging.getLogger(__name__)
 # fp32 weights, gradients and two Adam moments, with as much again for activations and the bf16 copies.
 _BYTES_PER_PARAMETER = 16
 _ROOM = 2.0
-
-_MIXERS_OUTSIDE_ATTENTION = ("linear_attention", "mamba", "recurrent", "conv", "ssm", "rwkv", "hybrid")
-_MODELS_OUTSIDE_ATTENTION = (
-    "mamba",
-    "rwkv",
-    "xlstm",
-    "recurrent_gemma",
-    "falcon_h1",
-    "jamba",
-    "bamba",
-    "zamba",
-    "lfm2",
-)
 
 
 @dataclass
@@ -58,38 +46,6 @@ class BuiltModel:
         enabled = self.compute_dtype != torch.float32 and not self.sharded
         with torch.autocast(device.type, dtype=self.compute_dtype, enabled=enabled):
             yield
-
-
-def read_model_config(name: str, overrides: dict[str, Any] | None = None) -> PretrainedConfig:
-    """The model's transformers config; `overrides` replace its fields. Never runs code of the model's repository.
-
-    Raises:
-        UserError: a local directory without `config.json`, or a name that can't be found.
-    """
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise UserError(f"policy.model_name: {name} has no config.json, so it is not a model directory")
-    if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
-        raise UserError(f"policy.model_name: there is no directory {name}")
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False, **(overrides or {}))
-    except (OSError, ValueError, KeyError) as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"policy.model_name: {name!r} is no local directory and could not be loaded as a model ({first_line})"
-        ) from error
-
-
-def packing_problem(config: PretrainedConfig) -> str | None:
-    """Why rows can't be packed for this model, or None. Its tokens must mix in the attention function only."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    foreign = sorted(kind for kind in kinds if any(word in kind for word in _MIXERS_OUTSIDE_ATTENTION))
-    if foreign or any(config.model_type.startswith(word) for word in _MODELS_OUTSIDE_ATTENTION):
-        what = ", ".join(foreign) or "a recurrent state"
-        return f"{config.model_type} mixes tokens outside the attention function ({what}), so rows can't be packed"
-    if getattr(config, "is_encoder_decoder", False):
-        return f"{config.model_type} is an encoder-decoder model; only decoder models can be trained"
-    return None
 
 
 def _load(config: EngineConfig, hf_config: PretrainedConfig, device: torch.device) -> PreTrainedModel:

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-
 DATA, CONTEXT, TENSOR, PIPELINE = "data_parallel", "context_parallel", "tensor_parallel", "pipeline_parallel"
 AXES: tuple[str, ...] = (PIPELINE, DATA, CONTEXT, TENSOR)
 """Mesh axes, outermost first: rank = ((pipeline * data + d) * context + c) * tensor + t."""
@@ -58,33 +56,3 @@ class EngineConfig:
     activation_checkpointing: bool = False
     microbatch_tokens: int = 4096
     seed: int = 42
-
-
-_PRECISIONS = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float32": torch.float32,
-    "fp32": torch.float32,
-}
-
-
-def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """The dtype of matmuls for `policy.precision`.
-
-    `auto` is bfloat16 where the hardware multiplies in it (a CPU with avx512_bf16 or amx, a GPU), else float32.
-
-    Raises:
-        ValueError: unknown name.
-    """
-    if precision == "auto":
-        if device.type == "cuda":
-            fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return torch.bfloat16 if fast else torch.float32
-    if precision not in _PRECISIONS:
-        raise ValueError(f"policy.precision is {precision!r}; use auto, bfloat16 or float32")
-    return _PRECISIONS[precision]
-
-
-PRECISION_NAMES: tuple[str, ...] = ("auto", *_PRECISIONS)

@@ -1,14 +1,18 @@
 """The policy as a plain model: batches go to the workers from the caller."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
-
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.config import PolicyConfig
 from nemo_rl.models.driver import ModelDriver
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 WORKER_CLASS = "nemo_rl.models.worker.ModelWorker"
 
@@ -70,4 +74,4 @@ class Policy(ModelDriver):
             data=data.shard_by_batch_size(self.data_parallel_size),
             common={"micro_batch_size": micro_batch_size},
         )
-        return BatchedDataDict.from_batches(results)
+        return type(data).from_batches(results)

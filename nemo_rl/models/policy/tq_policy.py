@@ -1,10 +1,11 @@
 """The policy behind a data plane: the controller sends metas, the workers fetch their rows in one hop."""
 
+from __future__ import annotations
+
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_rl.algorithms.loss.interfaces import LossFunction
 from nemo_rl.data_plane.driver_mixin import TQDriverMixin
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneRuntimeConfig, KVBatchMeta
@@ -13,6 +14,9 @@ from nemo_rl.models.driver import aggregate_train_results
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.errors import MemoryExhaustedError
 from nemo_rl.utils.timer import Timer
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.loss.interfaces import LossFunction
 
 log = logging.getLogger(__name__)
 

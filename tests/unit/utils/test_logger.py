@@ -121,7 +121,7 @@ def test_the_config_is_kept_with_the_run(tmp_path: Path):
     log.finish()
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == config.model_dump(mode="json")
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Tags()["tensors"] == ["config/text_summary"]
+    assert events.Tags()["tensors"] == ["config"]
 
 
 def test_a_missing_package_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,29 @@
+"""The dtype of matmuls. Weights, gradients and optimizer state are float32 whatever it is."""
+
+import torch
+
+_PRECISIONS = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """The dtype of matmuls for `policy.precision`.
+
+    `auto` is bfloat16 where the hardware multiplies in it (a CPU with avx512_bf16 or amx, a GPU), else float32.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if precision == "auto":
+        if device.type == "cuda":
+            fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return torch.bfloat16 if fast else torch.float32
+    if precision not in _PRECISIONS:
+        raise ValueError(f"policy.precision is {precision!r}; use auto, bfloat16 or float32")
+    return _PRECISIONS[precision]
