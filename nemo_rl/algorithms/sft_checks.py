@@ -8,6 +8,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from nemo_rl.algorithms.sft_config import MasterConfig
+from nemo_rl.algorithms.sft_resume import ResumePoint, find_resume_point
 from nemo_rl.data.config import DataConfig
 from nemo_rl.data.energon.config import EnergonSourceConfig
 from nemo_rl.data.energon.sources import PreparedSource, prepare_source
@@ -42,12 +43,14 @@ class SFTInputs:
         train: the indexed training rows, None when they can't be read.
         validation: the indexed validation rows, None when there are none.
         plan: which replica reads which shards, None when that can't be told.
+        resume: where the run starts, None when that can't be told.
     """
 
     problems: list[str] = field(default_factory=list)
     train: PreparedSource | None = None
     validation: PreparedSource | None = None
     plan: DataLoaderPlacementPlan | None = None
+    resume: ResumePoint | None = None
 
 
 def refused_recipe_values(raw: Mapping[str, Any]) -> list[str]:
@@ -69,7 +72,10 @@ def tokenizer_options(config: MasterConfig) -> TokenizerConfig:
 
 
 def inspect_inputs(config: MasterConfig) -> SFTInputs:
-    """Reads model config, tokenizer and data, and checks the config as a whole. Starts nothing; indexes the data."""
+    """Reads model config, tokenizer, data and the newest checkpoint, and checks the config as a whole.
+
+    Starts nothing; indexes the data.
+    """
     inputs = SFTInputs()
     problems = inputs.problems
     policy, data = config.policy, config.data
@@ -121,6 +127,9 @@ def inspect_inputs(config: MasterConfig) -> SFTInputs:
             f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide by {shards}, the number "
             f"of {whose}; use a multiple of {shards}"
         )
+    plan = inputs.plan
+    if plan is not None and model is not None:
+        inputs.resume = attempt(lambda: find_resume_point(config.checkpointing, policy, plan))
     return inputs
 
 

@@ -13,7 +13,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl.algorithms.sft_checks import inspect_inputs, refused_recipe_values, tokenizer_options
 from nemo_rl.algorithms.sft_config import MasterConfig
-from nemo_rl.algorithms.sft_v2 import SFTSingleControllerActor, setup_sft_v2
+from nemo_rl.algorithms.sft_setup import build_actor_args
+from nemo_rl.algorithms.sft_v2 import SFTSingleControllerActor
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.ray_session import init_ray
 from nemo_rl.telemetry.instrumentation import trace_context_kwargs
@@ -25,6 +26,7 @@ from nemo_rl.utils.logger import METRICS_FILE
 log = logging.getLogger(__name__)
 
 _PROGRESS_PERIOD_S = 0.5
+_LAST_PROGRESS_S = 5.0
 
 ProgressCallback = Callable[[dict[str, Any]], None]
 
@@ -77,14 +79,14 @@ def run_sft(
     """
     started = time.monotonic()
     config = read_sft_config(path, overrides)
-    problems = inspect_inputs(config).problems
-    if problems:
-        raise ConfigError(problems)
+    inputs = inspect_inputs(config)
+    if inputs.problems:
+        raise ConfigError(inputs.problems)
     tokenizer = get_tokenizer(tokenizer_options(config))
     init_telemetry_driver(config.telemetry, algorithm="sft_v2")
     try:
         with init_ray(config.cluster, log_dir=config.logger.log_dir, debug=debug):
-            actor_args = setup_sft_v2(config, tokenizer)
+            actor_args = build_actor_args(config, tokenizer, inputs)
             try:
                 actor_class: Any = SFTSingleControllerActor
                 state = _drive(actor_class.remote(config, actor_args), on_progress)
@@ -99,13 +101,20 @@ def run_sft(
 def _drive(controller: Any, on_progress: ProgressCallback | None) -> dict[str, Any]:
     """Waits for the controller and reports how far it is. Each of its own waits is bounded."""
     run = controller.run_with_trace_context.remote(**trace_context_kwargs())
+    asked = controller.progress.remote()
+    done: list[Any] = []
     try:
-        while True:
+        while not done:
             done, _ = ray.wait([run], timeout=_PROGRESS_PERIOD_S)
-            if on_progress is not None:
-                on_progress(ray.get(controller.progress.remote(), timeout=60))
             if done:
-                return ray.get(run)
+                asked = controller.progress.remote()
+            # Not insisted on: while the loaders open, or on a busy machine, the answer is late and the run is fine.
+            answered, _ = ray.wait([asked], timeout=_LAST_PROGRESS_S if done else 0)
+            if answered:
+                if on_progress is not None:
+                    on_progress(ray.get(asked))
+                asked = controller.progress.remote()
+        return ray.get(run)
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, UserError | RunError):
