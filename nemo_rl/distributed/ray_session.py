@@ -1,7 +1,7 @@
 """Start or join Ray, and leave nothing behind.
 
 A private Ray shares nothing with another one on the machine: its own folder, its own token, system-chosen ports, and
-its processes are told by the kernel to go when the driver dies.
+its processes end when the driver dies, see `reaper.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -37,6 +38,27 @@ _CONNECT_S = 10.0
 _CONNECT_TRIES = "RAY_gcs_server_port_wait_time_s"
 
 
+class _Reaper:
+    """The process that cleans up when this one closes the session, or is gone."""
+
+    def __init__(self, folder: Path, token: str):
+        # A plain descriptor, so that only `release` and the end of this process close it, never garbage collection.
+        read, self._write = os.pipe()
+        script = Path(__file__).with_name("reaper.py")
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(script), str(folder)], stdin=read, start_new_session=True
+        )
+        os.close(read)
+        os.write(self._write, f"{token}\n".encode())
+
+    def release(self) -> None:
+        """Let it work, and wait until it has. May be called twice."""
+        if self._write >= 0:
+            os.close(self._write)
+            self._write = -1
+            self._process.wait()
+
+
 @dataclass
 class RaySession:
     """A connection to Ray. `close()` it, or use it as a context manager.
@@ -51,7 +73,7 @@ class RaySession:
     address: str
     worker_logs: Path | None
     _log_dir: Path | None = None
-    _folder: Path | None = None
+    _reaper: _Reaper | None = None
     _environment: dict[str, str | None] = field(default_factory=dict)
 
     def close(self) -> None:
@@ -59,8 +81,8 @@ class RaySession:
         ray.shutdown()
         if self._log_dir is not None and self.worker_logs is not None:
             _keep_worker_logs(self.worker_logs, self._log_dir)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._reaper is not None:
+            self._reaper.release()
         for name, value in self._environment.items():
             _set_environment(name, value)
         if self._environment:
@@ -108,12 +130,12 @@ def init_ray(
 
 
 def _start_private(cluster: ClusterConfig, log_dir: Path | None, num_extra_actors: int, debug: bool) -> RaySession:
-    changes = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_enable_metrics_collection": "0"}
+    token = secrets.token_hex(32)
+    changes = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_enable_metrics_collection": "0"}
     before = {name: os.environ.get(name) for name in changes}
     folder = _make_folder()
-    session = RaySession(
-        private=True, address="", worker_logs=None, _log_dir=log_dir, _folder=folder, _environment=before
-    )
+    session = RaySession(private=True, address="", worker_logs=None, _log_dir=log_dir, _environment=before)
+    session._reaper = _Reaper(folder, token)
     try:
         for name, value in changes.items():
             _set_environment(name, value)

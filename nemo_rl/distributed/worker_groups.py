@@ -4,61 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray import ObjectRef, cloudpickle
+from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES, NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.waits import wait_for
-from nemo_rl.distributed.worker_host import HostReport, WorkerHost
+from nemo_rl.distributed.worker_start import RayWorkerBuilder, WorkerMetadata, place_workers, start_workers
 from nemo_rl.utils.errors import RunError, UserError
+
+__all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup", "WorkerMetadata"]
 
 logger = logging.getLogger(__name__)
 
 _SMALL = (type(None), bool, int, float, str)
-
-
-class RayWorkerBuilder:
-    """What to construct in each worker process: a plain class by dotted name, and its arguments.
-
-    The class is imported in the worker process only, so that the caller needs none of its imports.
-    """
-
-    def __init__(self, worker_class_fqn: str, *args: Any, **kwargs: Any):
-        self.worker_class_fqn = worker_class_fqn
-        self.args = args
-        self.kwargs = kwargs
-
-
-@dataclass(frozen=True)
-class WorkerMetadata:
-    """Who a worker is and where it runs.
-
-    Attributes:
-        name: `<prefix>-<rank>`.
-        rank: 0-based, over the group.
-        local_rank: 0-based, among the group's workers of its node.
-        node: 0-based node of the virtual cluster.
-        node_ip: the node's address; empty until the process has started, as are the next two.
-        pid: the worker's process.
-        actor_id: Ray's id of the actor, in hex.
-    """
-
-    name: str
-    rank: int
-    local_rank: int
-    node: int
-    node_ip: str = ""
-    pid: int = 0
-    actor_id: str = ""
-
-    def __str__(self) -> str:
-        place = f", pid {self.pid} on {self.node_ip}" if self.pid else ""
-        return f"rank {self.rank} ({self.name}{place})"
 
 
 @dataclass(frozen=True)
@@ -114,17 +77,12 @@ class RayWorkerGroup:
         self.cluster = cluster
         self.name_prefix = name_prefix or remote_worker_builder.worker_class_fqn.rpartition(".")[2]
         self.sharding_annotations = sharding_annotations
-        self._metadata = self._place(workers_per_node, bundle_indices_list)
-        if sharding_annotations is not None and sharding_annotations.size != len(self._metadata):
+        places = place_workers(cluster.bundle_ct_per_node_list, self.name_prefix, workers_per_node, bundle_indices_list)
+        if sharding_annotations is not None and sharding_annotations.size != len(places):
             raise UserError(
-                f"sharding_annotations hold {sharding_annotations.size} ranks, the group {len(self._metadata)} workers"
+                f"sharding_annotations hold {sharding_annotations.size} ranks, the group {len(places)} workers"
             )
-        self._workers: list[ActorHandle] = []
-        try:
-            self._start(remote_worker_builder, env_vars or {})
-        except BaseException:
-            self.shutdown(force=True)
-            raise
+        self._workers, self._metadata = start_workers(cluster, remote_worker_builder, places, env_vars or {})
 
     @property
     def workers(self) -> list[ActorHandle]:
@@ -298,79 +256,6 @@ class RayWorkerGroup:
             ray.kill(worker)
         self._workers = []
         return clean
-
-    def _place(
-        self, workers_per_node: int | list[int] | None, bundle_indices_list: list[tuple[int, list[int]]] | None
-    ) -> list[WorkerMetadata]:
-        places = self.cluster.bundle_ct_per_node_list
-        if bundle_indices_list is None:
-            if workers_per_node is None:
-                workers_per_node = list(places)
-            elif isinstance(workers_per_node, int):
-                workers_per_node = [workers_per_node] * len(places)
-            bundle_indices_list = [(node, list(range(count))) for node, count in enumerate(workers_per_node)]
-        spots = [(node, local) for node, locals_ in bundle_indices_list for local in locals_]
-        for node, local in spots:
-            if not (0 <= node < len(places) and 0 <= local < places[node]):
-                raise UserError(f"{self.name_prefix}: no place {local} on node {node}; the cluster has {places}")
-        return [
-            WorkerMetadata(f"{self.name_prefix}-{rank}", rank=rank, local_rank=local, node=node)
-            for rank, (node, local) in enumerate(spots)
-        ]
-
-    def _start(self, builder: RayWorkerBuilder, env_vars: Mapping[str, str]) -> None:
-        host_class = ray.remote(WorkerHost)
-        for metadata in self._metadata:
-            options: dict[str, Any] = {
-                "num_cpus": 0,
-                "num_gpus": self.cluster.gpu_share(),
-                "scheduling_strategy": self.cluster.scheduling(metadata.node),
-            }
-            on_node = sum(other.node == metadata.node for other in self._metadata)
-            env = {**self._environment(metadata), **env_vars}
-            actor: Any = host_class.options(**options).remote(env, on_node)
-            self._workers.append(actor)
-        reports: list[HostReport] = self._wait_start("worker processes", [w.report.remote() for w in self._workers])
-        self._metadata = [
-            replace(metadata, node_ip=report.node_ip, pid=report.pid, actor_id=report.actor_id)
-            for metadata, report in zip(self._metadata, reports, strict=True)
-        ]
-        arguments = ray.put(cloudpickle.dumps((builder.args, builder.kwargs)))
-        wants_rendezvous = self._wait_start(
-            f"{builder.worker_class_fqn} to be built",
-            [worker.build.remote(builder.worker_class_fqn, arguments) for worker in self._workers],
-        )
-        if all(wants_rendezvous):
-            self._connect()
-
-    def _connect(self) -> None:
-        on_one_node = len({metadata.node for metadata in self._metadata}) == 1
-        host = "127.0.0.1" if on_one_node else self._metadata[0].node_ip
-        bound = self.run_single_worker_single_data("bind_rendezvous", 0, host=host, port_range=self.cluster.port_range)
-        [(host, port)] = self._wait_start("rank 0 to listen", [bound])
-        joined = self.run_all_workers_single_data(
-            "join_rendezvous", host=host, port=port, timeout_s=self.cluster.step_timeout_s
-        )
-        self._wait_start("the process group", joined)
-
-    def _environment(self, metadata: WorkerMetadata) -> dict[str, str]:
-        env = {
-            "RANK": str(metadata.rank),
-            "WORLD_SIZE": str(len(self._metadata)),
-            "LOCAL_RANK": str(metadata.local_rank),
-            "NODE_RANK": str(metadata.node),
-        }
-        if len({other.node for other in self._metadata}) == 1:
-            env["GLOO_SOCKET_IFNAME"] = "lo"
-        if not self.cluster.use_gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ""
-        return env
-
-    def _wait_start(self, what: str, refs: list[ObjectRef]) -> list[Any]:
-        """The results of `refs`, which belong to the first workers of the group in rank order."""
-        names = [str(metadata) for metadata in self._metadata[: len(refs)]]
-        reason = f"start of {self.name_prefix}, waiting for {what}"
-        return wait_for(refs, reason=reason, timeout_s=self.cluster.start_timeout_s, names=names)
 
     def _name_of(self, ref: ObjectRef) -> str:
         actor_id = ref.task_id().actor_id().hex()

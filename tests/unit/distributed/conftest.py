@@ -1,6 +1,8 @@
 """One private Ray for the tests of this folder that need one, and a cluster of four places on it."""
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,13 +11,15 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 
 CONFIG = ClusterConfig(gpus_per_node=4, oversubscribe=True, start_timeout_s=60, step_timeout_s=60)
 
-MakeGroup = Callable[..., RayWorkerGroup]
-
 
 @pytest.fixture(scope="package")
 def ray_session() -> Iterator[RaySession]:
-    with init_ray(CONFIG) as session:
-        yield session
+    # Workers import the test classes by name.
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        with init_ray(CONFIG) as session:
+            yield session
 
 
 @pytest.fixture(scope="package")
@@ -26,7 +30,7 @@ def cluster(ray_session: RaySession) -> Iterator[RayVirtualCluster]:
 
 
 @pytest.fixture
-def make_group(cluster: RayVirtualCluster) -> Iterator[MakeGroup]:
+def make_group(cluster: RayVirtualCluster) -> Iterator[Callable[..., RayWorkerGroup]]:
     """Starts a group of a class of `distributed_workers`, and ends it after the test."""
     groups = []
 

@@ -3,6 +3,7 @@
 More than one node is not covered, nor are GPUs.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from nemo_rl.distributed.config import available_cores
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES, NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.distributed.worker_start import place_workers
 from nemo_rl.utils.errors import UserError
 
 AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
@@ -24,7 +26,7 @@ class RecordingGroup(RayWorkerGroup):
     def __init__(self, sharding: NamedSharding | None, size: int):
         cluster = RayVirtualCluster([size], use_gpus=False)
         self.cluster, self.name_prefix, self.sharding_annotations = cluster, "w", sharding
-        self._metadata = self._place(None, None)
+        self._metadata = place_workers(cluster.bundle_ct_per_node_list, "w")
         self._workers = []
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, **kwargs: Any) -> Any:
@@ -136,7 +138,7 @@ def test_places_must_exist() -> None:
         )
 
 
-def test_a_group_of_four_works_together(make_group) -> None:
+def test_a_group_of_four_works_together(make_group: Callable[..., RayWorkerGroup]) -> None:
     sharding = NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"])
     group = make_group("TorchWorker", workers=4, sharding_annotations=sharding)
     assert [m.name for m in group.worker_metadata] == ["w-0", "w-1", "w-2", "w-3"]
@@ -160,7 +162,7 @@ def test_a_group_of_four_works_together(make_group) -> None:
     assert group.shutdown() is True, "twice is fine"
 
 
-def test_the_environment_of_workers(make_group) -> None:
+def test_the_environment_of_workers(make_group: Callable[..., RayWorkerGroup]) -> None:
     group = make_group("PlainWorker", env_vars={"TOKENIZERS_PARALLELISM": "true", "MINE": "1"})
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "MINE"]
     found = group.get_all_worker_results(group.run_all_workers_single_data("environment", names=names))
@@ -171,14 +173,18 @@ def test_the_environment_of_workers(make_group) -> None:
     assert group.get_all_worker_results(refs)[0] == {"TOKENIZERS_PARALLELISM": "true"}, "env_vars are stronger"
 
 
-def test_arguments_reach_the_worker_whatever_their_name(make_group) -> None:
+def test_arguments_reach_the_worker_whatever_their_name(make_group: Callable[..., RayWorkerGroup]) -> None:
     group = make_group("PlainWorker")
-    refs = group.run_all_workers_single_data("echo", method_name="x", self_=[1, 2], big=np.arange(3))
+    refs = group.run_all_workers_single_data("echo", kwargs=1, args=[1, 2], big=np.arange(3))
     for rank, (seen_rank, kwargs) in enumerate(group.get_all_worker_results(refs)):
-        assert seen_rank == rank and kwargs["method_name"] == "x" and kwargs["big"].tolist() == [0, 1, 2]
+        assert (
+            seen_rank == rank
+            and (kwargs["kwargs"], kwargs["args"]) == (1, [1, 2])
+            and kwargs["big"].tolist() == [0, 1, 2]
+        )
 
 
-def test_part_of_the_places(make_group) -> None:
+def test_part_of_the_places(make_group: Callable[..., RayWorkerGroup]) -> None:
     group = make_group("PlainWorker", workers=None, bundle_indices_list=[(0, [3, 1])])
     assert [(m.rank, m.local_rank) for m in group.worker_metadata] == [(0, 3), (1, 1)]
     found = group.get_all_worker_results(group.run_all_workers_single_data("environment", names=["RANK", "LOCAL_RANK"]))
