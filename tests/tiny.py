@@ -22,7 +22,14 @@ def make_tokenizer(chat_template: str = TEMPLATE) -> PreTrainedTokenizerFast:
 
 
 def make_model_dir(
-    path: Path, *, tied: bool = True, hidden: int = 32, layers: int = 2, seed: int = 0, family: str = "qwen3"
+    path: Path,
+    *,
+    tied: bool = True,
+    hidden: int = 32,
+    layers: int = 2,
+    seed: int = 0,
+    family: str = "qwen3",
+    positions: int = 512,
 ) -> Path:
     """A random model of about 30 k weights with T0 beside it; returns `path`."""
     torch.manual_seed(seed)
@@ -33,7 +40,7 @@ def make_model_dir(
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": positions,
         "tie_word_embeddings": tied,
         "pad_token_id": 256,
         "bos_token_id": 257,

@@ -121,12 +121,28 @@ def _drive(controller: Any, on_progress: ProgressCallback | None) -> dict[str, A
             raise cause from error
         raise RunError(f"the controller failed with {type(cause).__name__}: {cause}") from error
     except RayActorError as error:
-        cause = error.__cause__ or error
-        raise RunError(f"the controller died: {str(cause).strip().splitlines()[0]}") from error
+        raise _controller_death(error) from error
+
+
+def _controller_death(error: RayActorError) -> UserError | RunError:
+    """What to tell of a dead controller.
+
+    Of what its constructor raised Ray keeps the text alone: a traceback, which ends in `module.Class: message`.
+    """
+    lines = str(error).strip().splitlines()
+    if not error.actor_init_failed:
+        return RunError(f"the controller died: {lines[0]}")
+    name, _, message = lines[-1].partition(": ")
+    kind = name.rpartition(".")[2]
+    if kind in (UserError.__name__, RunError.__name__):
+        return UserError(message) if kind == UserError.__name__ else RunError(message)
+    return RunError(f"the controller could not start: {kind}: {message}")
 
 
 def _summary(config: MasterConfig, state: dict[str, Any]) -> dict[str, Any]:
-    lines = [json.loads(line) for line in (Path(config.logger.log_dir) / METRICS_FILE).read_text().splitlines()]
+    metrics = Path(config.logger.log_dir) / METRICS_FILE
+    # There are none when a finished run is started again with another log_dir.
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     steps = [line for line in lines if "loss" in line]
     validations = [line["val_loss"] for line in lines if "val_loss" in line]
     timed = steps[1:] or steps

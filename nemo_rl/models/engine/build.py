@@ -40,11 +40,19 @@ class BuiltModel:
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    @contextlib.contextmanager
-    def autocast(self, device: torch.device) -> Generator[None]:
+    def autocast(self, device: torch.device, *, enabled: bool = True) -> torch.autocast:
         """Matmuls in the compute dtype on float32 weights; a sharded module casts its own parameters."""
-        enabled = self.compute_dtype != torch.float32 and not self.sharded
-        with torch.autocast(device.type, dtype=self.compute_dtype, enabled=enabled):
+        enabled = enabled and self.compute_dtype != torch.float32 and not self.sharded
+        return torch.autocast(device.type, dtype=self.compute_dtype, enabled=enabled)
+
+    @contextlib.contextmanager
+    def weights_cast_once(self, device: torch.device) -> Generator[None]:
+        """Around several passes: each weight is cast to the compute dtype at its first use only.
+
+        The casts live as long as the outermost autocast context. Nothing but what `autocast` encloses is cast: a second
+        context, switched off, lies inside.
+        """
+        with self.autocast(device), self.autocast(device, enabled=False):
             yield
 
 

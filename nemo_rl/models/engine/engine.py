@@ -127,12 +127,13 @@ class Engine:
         step = self._require_step()
         step.valid_rows += float(rows["sample_mask"].double().sum())
         step.valid_tokens += float(trained_token_mask(rows).double().sum())
-        for pack in self._packs(rows, step.microbatch_tokens):
-            loss, metrics = self._loss(step.loss_fn, rows, pack)
-            loss.backward()
-            if not pack.is_filler:
-                step.loss += loss.item()
-                step.records.append(metrics)
+        with self.model.weights_cast_once(self.mesh.device):
+            for pack in self._packs(rows, step.microbatch_tokens):
+                loss, metrics = self._loss(step.loss_fn, rows, pack)
+                loss.backward()
+                if not pack.is_filler:
+                    step.loss += loss.item()
+                    step.records.append(metrics)
 
     def finish_step(self) -> StepResult:
         """Sums gradients over the data ranks, divides once, clips, updates, and closes the step.
@@ -196,10 +197,11 @@ class Engine:
         """Raw sums over this rank's rows: `loss_sum`, `valid_tokens`, `valid_rows`. Changes nothing."""
         self.model.module.eval()
         loss_sum = 0.0
-        for pack in self._packs(rows, self.microbatch_tokens):
-            loss, _ = self._loss(loss_fn, rows, pack)
-            if not pack.is_filler:
-                loss_sum += loss.item()
+        with self.model.weights_cast_once(self.mesh.device):
+            for pack in self._packs(rows, self.microbatch_tokens):
+                loss, _ = self._loss(loss_fn, rows, pack)
+                if not pack.is_filler:
+                    loss_sum += loss.item()
         self.model.reshard()
         return {
             "loss_sum": loss_sum,
