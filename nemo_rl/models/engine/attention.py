@@ -14,6 +14,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 ATTENTION_NAME = "per_document"
 
+# The backward of torch's fused CPU kernel takes several times that of the plain formula on short documents, and wins on
+# long ones; `python benchmarks/attention.py` shows where they cross.
+_EXPLICIT_UP_TO = 256
+
 
 class DocumentGroup(NamedTuple):
     """`count` documents of equal length that fill positions `start` to `end` of a pack."""
@@ -28,20 +32,32 @@ class DocumentGroup(NamedTuple):
         return (self.end - self.start) // self.count
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Bool `[length, length]`: True where position i may see j, with `i - window < j <= i`."""
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Bool `[length, length]`: True where position i may see j: `j <= i`, and `i - window < j` with a window."""
     i = torch.arange(length, device=device)
     distance = i[:, None] - i[None, :]
-    return (distance >= 0) & (distance < window)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
-def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
-    """Attention with `softcap * tanh(scores / softcap)`, which the fused kernels do not offer. `[n, H, L, D]`."""
-    repeats = q.size(1) // k.size(1)
-    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = softcap * torch.tanh((q @ k.transpose(-1, -2)) * scale / softcap)
-    weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1)
-    return weights.to(v.dtype) @ v
+def _explicit_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None, dropout: float
+) -> Tensor:
+    """Attention as its formula says, with the score matrix in memory. q `[n, H, L, D]`, k and v `[n, KV, L, D]`.
+
+    With `softcap`, scores are `softcap * tanh(scores / softcap)` before the mask, as Gemma has it.
+    """
+    n, heads, length, width = q.shape
+    kv_heads = k.size(1)
+    grouped = (q * scale).reshape(n, kv_heads, -1, width)  # the query heads of one key head, one below the other
+    scores = (grouped @ k.transpose(-1, -2)).view(n, heads, length, length)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    hidden = torch.zeros(length, length, dtype=scores.dtype, device=q.device)
+    hidden.masked_fill_(~_visible(length, window, q.device), float("-inf"))
+    weights = torch.softmax(scores + hidden, -1, dtype=torch.float32).to(v.dtype)
+    if dropout:
+        weights = F.dropout(weights, dropout)
+    return (weights.view(n, kv_heads, -1, length) @ v).view(n, heads, length, width)
 
 
 def per_document_attention(
@@ -76,15 +92,16 @@ def per_document_attention(
 
         q, k, v = rows(query, heads), rows(key, kv_heads), rows(value, kv_heads)
         window = sliding_window if sliding_window is not None and length > sliding_window else None
-        if softcap is not None:
-            mask = _window_mask(length, window or length, query.device)
-            out = _capped_attention(q, k, v, mask, scaling or q.size(-1) ** -0.5, softcap)
+        short = query.device.type == "cpu" and length <= _EXPLICIT_UP_TO
+        if short or softcap is not None:
+            scale = q.size(-1) ** -0.5 if scaling is None else scaling
+            out = _explicit_attention(q, k, v, scale=scale, window=window, softcap=softcap, dropout=dropout)
         else:
             out = F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=None if window is None else _window_mask(length, window, query.device),
+                attn_mask=None if window is None else _visible(length, window, query.device),
                 dropout_p=dropout,
                 is_causal=window is None,
                 scale=scaling,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_rl.models.engine import attention
 from nemo_rl.models.engine.attention import DocumentGroup, per_document_attention
 
 LENGTHS = [3, 3, 5, 7]
@@ -29,9 +30,13 @@ def reference(q, k, v, window: int | None, softcap: float | None) -> torch.Tenso
     return out
 
 
+@pytest.mark.parametrize("explicit_up_to", [0, 512])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 2.0), (4, 2.0), (100, None)])
-def test_matches_each_document_alone(kv_heads: int, window: int | None, softcap: float | None) -> None:
+def test_matches_each_document_alone(
+    monkeypatch: pytest.MonkeyPatch, explicit_up_to: int, kv_heads: int, window: int | None, softcap: float | None
+) -> None:
+    monkeypatch.setattr(attention, "_EXPLICIT_UP_TO", explicit_up_to)
     torch.manual_seed(0)
     q, k, v = torch.randn(4, 18, 8), torch.randn(kv_heads, 18, 8), torch.randn(kv_heads, 18, 8)
     out, _ = per_document_attention(
