@@ -1,6 +1,6 @@
 """What is wrong with an SFT run's config, as far as that can be known without starting a worker."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,17 +22,6 @@ from nemo_rl.models.engine.optimizer import check_kwargs, torch_class
 from nemo_rl.utils.errors import UserError
 from nemo_rl.utils.logger import check_logger
 
-# Names of existing recipes that change what is trained, so that a value other than this one can't be passed over.
-_ONLY_VALUE: dict[str, Any] = {
-    "policy.dtensor_cfg.lora_cfg.enabled": False,
-    "policy.automodel_cfg.lora_cfg.enabled": False,
-    "policy.megatron_cfg.peft.enabled": False,
-    "policy.megatron_cfg.fp8_cfg.enabled": False,
-    "policy.megatron_cfg.expert_model_parallel_size": 1,
-    "policy.megatron_cfg.expert_tensor_parallel_size": 1,
-    "policy.megatron_cfg.optimizer.fp16": False,
-}
-
 
 @dataclass
 class SFTInputs:
@@ -51,18 +40,6 @@ class SFTInputs:
     validation: PreparedSource | None = None
     plan: DataLoaderPlacementPlan | None = None
     resume: ResumePoint | None = None
-
-
-def refused_recipe_values(raw: Mapping[str, Any]) -> list[str]:
-    """One line per recipe key of `raw` that asks for something that would be trained differently here."""
-    problems = []
-    for name, only in _ONLY_VALUE.items():
-        value: Any = raw
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value is not None and value != only:
-            problems.append(f"{name}: {value} is not supported; set it to {str(only).lower()}")
-    return problems
 
 
 def tokenizer_options(config: MasterConfig) -> TokenizerConfig:

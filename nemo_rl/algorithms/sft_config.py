@@ -1,4 +1,9 @@
-"""The config of an SFT run. Reading it imports neither torch nor Ray's workers."""
+"""The config of an SFT run, and the way to it from a file. Importing this loads neither torch nor Ray."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -8,8 +13,22 @@ from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.models.config import PolicyConfig
 from nemo_rl.telemetry.config import TelemetryConfig
 from nemo_rl.utils.checkpoint import CheckpointingConfig
-from nemo_rl.utils.config import ConfigModel
+from nemo_rl.utils.config import ConfigModel, load_config, validate_config
+from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.logger import LoggerConfig
+
+log = logging.getLogger(__name__)
+
+# Names of existing recipes that change what is trained, so that a value other than this one can't be passed over.
+_ONLY_VALUE: dict[str, Any] = {
+    "policy.dtensor_cfg.lora_cfg.enabled": False,
+    "policy.automodel_cfg.lora_cfg.enabled": False,
+    "policy.megatron_cfg.peft.enabled": False,
+    "policy.megatron_cfg.fp8_cfg.enabled": False,
+    "policy.megatron_cfg.expert_model_parallel_size": 1,
+    "policy.megatron_cfg.expert_tensor_parallel_size": 1,
+    "policy.megatron_cfg.optimizer.fp16": False,
+}
 
 
 class SFTConfig(ConfigModel):
@@ -48,3 +67,37 @@ class MasterConfig(ConfigModel):
     cluster: ClusterConfig
     checkpointing: CheckpointingConfig
     telemetry: TelemetryConfig | None = None
+
+
+def read_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig:
+    """The checked config of `path` with `key=value` overrides. Recipe keys without effect are logged once.
+
+    Raises:
+        UserError: the file can't be read.
+        ConfigError: unknown keys, wrong types, values out of range; all at once.
+    """
+    raw = load_config(path, list(overrides))
+    refused = _refused_recipe_values(raw)
+    try:
+        config, inert = validate_config(MasterConfig, raw)
+    except ConfigError as error:
+        raise ConfigError(error.problems + refused) from None
+    if refused:
+        raise ConfigError(refused)
+    if inert:
+        log.info("recipe keys without effect here: %s", ", ".join(inert))
+    for note in config.data.energon.notes():
+        log.info("%s", note)
+    return config
+
+
+def _refused_recipe_values(raw: Mapping[str, Any]) -> list[str]:
+    """One line per recipe key of `raw` that asks for something that would be trained differently here."""
+    problems = []
+    for name, only in _ONLY_VALUE.items():
+        value: Any = raw
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None and value != only:
+            problems.append(f"{name}: {value} is not supported; set it to {str(only).lower()}")
+    return problems

@@ -11,15 +11,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from nemo_rl.algorithms.sft_checks import inspect_inputs, refused_recipe_values, tokenizer_options
-from nemo_rl.algorithms.sft_config import MasterConfig
+from nemo_rl.algorithms.sft_checks import inspect_inputs, tokenizer_options
+from nemo_rl.algorithms.sft_config import MasterConfig, read_sft_config
 from nemo_rl.algorithms.sft_setup import build_actor_args
 from nemo_rl.algorithms.sft_v2 import SFTSingleControllerActor
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.ray_session import init_ray
 from nemo_rl.telemetry.instrumentation import trace_context_kwargs
 from nemo_rl.telemetry.setup import init_telemetry_driver, shutdown_telemetry
-from nemo_rl.utils.config import load_config, validate_config
 from nemo_rl.utils.errors import ConfigError, RunError, UserError
 from nemo_rl.utils.logger import METRICS_FILE
 
@@ -31,28 +30,6 @@ _LAST_PROGRESS_S = 5.0
 ProgressCallback = Callable[[dict[str, Any]], None]
 
 
-def read_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig:
-    """The checked config of `path` with `key=value` overrides. Recipe keys without effect are logged once.
-
-    Raises:
-        UserError: the file can't be read.
-        ConfigError: unknown keys, wrong types, values out of range; all at once.
-    """
-    raw = load_config(path, list(overrides))
-    refused = refused_recipe_values(raw)
-    try:
-        config, inert = validate_config(MasterConfig, raw)
-    except ConfigError as error:
-        raise ConfigError(error.problems + refused) from None
-    if refused:
-        raise ConfigError(refused)
-    if inert:
-        log.info("recipe keys without effect here: %s", ", ".join(inert))
-    for note in config.data.energon.notes():
-        log.info("%s", note)
-    return config
-
-
 def run_sft(
     path: str | Path,
     overrides: Sequence[str] = (),
@@ -60,11 +37,21 @@ def run_sft(
     on_progress: ProgressCallback | None = None,
     debug: bool = False,
 ) -> dict[str, Any]:
-    """Trains as `path` says and leaves nothing running, however it ends.
+    """Trains as the YAML file `path` with `key=value` overrides says; see `train_sft`.
+
+    Raises:
+        ConfigError: also for unknown keys, wrong types and values out of range; all at once.
+    """
+    return train_sft(read_sft_config(path, overrides), on_progress=on_progress, debug=debug)
+
+
+def train_sft(
+    config: MasterConfig, *, on_progress: ProgressCallback | None = None, debug: bool = False
+) -> dict[str, Any]:
+    """Trains as `config` says and leaves nothing running, however it ends.
 
     Args:
-        path: YAML file.
-        overrides: `key=value` words.
+        config: is completed by what is derived from the data.
         on_progress: called about twice a second with what the controller's `progress` answers.
         debug: show the output of workers on this terminal.
 
@@ -78,7 +65,6 @@ def run_sft(
         RunError: the run started and could not go on.
     """
     started = time.monotonic()
-    config = read_sft_config(path, overrides)
     inputs = inspect_inputs(config)
     if inputs.problems:
         raise ConfigError(inputs.problems)

@@ -21,12 +21,14 @@ def check(
     """Check a run's config, model, data and cluster, and list all problems at once (exit code 2)."""
     from rich.console import Console
 
-    from nemo_rl.algorithms.sft_checks import inspect_inputs
-    from nemo_rl.algorithms.sft_run import read_sft_config
+    from nemo_rl.algorithms.sft_config import read_sft_config
     from nemo_rl.cli.console import print_facts
     from nemo_rl.utils.errors import ConfigError
 
     config = read_sft_config(file, overrides or [])
+    # After the config, because it takes seconds to import.
+    from nemo_rl.algorithms.sft_checks import inspect_inputs
+
     inputs = inspect_inputs(config)
     if inputs.problems:
         raise ConfigError(inputs.problems)

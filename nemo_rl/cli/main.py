@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Annotated
 
@@ -58,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     `--debug` only.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        signal.signal(signal.SIGTERM, _terminate)
     debug = "--debug" in words
     # "run again with --debug" invites people to append it, where click would refuse it.
     words = ["--debug"] * debug + [word for word in words if word != "--debug"]
@@ -68,6 +71,13 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the last frame: whatever comes here is told to the user
         return _tell(error, debug)
     return 0
+
+
+def _terminate(signum: int, frame: object) -> None:
+    """Ends the program as an exception does, so that everything it started is ended too."""
+    # Said here, because Ray turns the exit code into its own when the signal comes while it waits.
+    typer.echo("error: ended by SIGTERM; the same command resumes from the last checkpoint", err=True)
+    raise SystemExit(128 + signum)
 
 
 def _tell(error: Exception, debug: bool) -> int:

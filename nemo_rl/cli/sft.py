@@ -19,15 +19,17 @@ def sft(
     """Fine-tune a model on chat rows. A run that was cut resumes from its last checkpoint."""
     from rich.console import Console
 
+    from nemo_rl.algorithms.sft_config import read_sft_config
     from nemo_rl.cli.console import err_console, print_facts
     from nemo_rl.cli.progress import ProgressLine
 
     debug = bool(context.find_root().params["debug"])
+    run_config = read_sft_config(config, overrides or [])
     with ProgressLine(err_console()) as progress:
         # Under the spinner, because torch and Ray take seconds to import.
-        from nemo_rl.algorithms.sft_run import run_sft
+        from nemo_rl.algorithms.sft_run import train_sft
 
-        summary = run_sft(config, overrides or [], on_progress=progress, debug=debug)
+        summary = train_sft(run_config, on_progress=progress, debug=debug)
     print_facts(Console(), summary_facts(summary))
 
 

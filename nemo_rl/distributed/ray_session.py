@@ -10,10 +10,12 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -124,9 +126,15 @@ def init_ray(
     if ray.is_initialized():
         raise UserError("Ray is already running in this process; close that session first")
     logs = Path(log_dir) if log_dir is not None else None
-    if cluster.address is None:
-        return _start_private(cluster, logs, num_extra_actors, debug)
-    return _join(cluster.address, debug)
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        if cluster.address is None:
+            return _start_private(cluster, logs, num_extra_actors, debug)
+        return _join(cluster.address, debug)
+    finally:
+        # Ray takes SIGTERM over, to print a native stack and leave without the caller's clean-up.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_terminate)
 
 
 def _start_private(cluster: ClusterConfig, log_dir: Path | None, num_extra_actors: int, debug: bool) -> RaySession:

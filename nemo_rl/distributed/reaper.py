@@ -22,7 +22,7 @@ def main() -> None:
     token = sys.stdin.readline().strip()
     sys.stdin.read()
     deadline = time.monotonic() + _GRACE_S
-    while (left := ray_processes(token)) and time.monotonic() < deadline:
+    while (left := ray_processes(token, sys.argv[1])) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     for pid in left:
         try:
@@ -32,20 +32,26 @@ def main() -> None:
     shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
-def ray_processes(token: str) -> list[int]:
-    """Ray's processes that were started with `token` in their environment; none where there is no /proc."""
+def ray_processes(token: str, session: str) -> list[int]:
+    """Ray's processes of one session; none where there is no /proc.
+
+    Args:
+        token: in the environment they were started with. Some of Ray's agents write their title over it.
+        session: the session's folder, in which those agents keep their logs open.
+    """
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if f"RAY_AUTH_TOKEN={token}".encode() not in (folder / "environ").read_bytes().split(b"\0"):
-                continue
             command = (folder / "cmdline").read_bytes()
+            # Programs that the driver started have the token as well, and a person may read the logs.
+            if not (command.startswith(b"ray::") or b"/ray/" in command):
+                continue
+            by_token = f"RAY_AUTH_TOKEN={token}".encode() in (folder / "environ").read_bytes().split(b"\0")
+            if by_token or any(str(file.readlink()).startswith(session) for file in (folder / "fd").iterdir()):
+                found.append(int(folder.name))
         except OSError:
             # It ended while we looked, or belongs to someone else.
             continue
-        # Programs that the driver started have the token as well.
-        if command.startswith(b"ray::") or b"/ray/" in command:
-            found.append(int(folder.name))
     return found
 
 
