@@ -105,6 +105,12 @@ class ModelDriver:
                 weights_path=_absolute(weights_path),
                 optimizer_path=_absolute(optimizer_path),
             )[0]
+            info = self.model_info
+            log.info(
+                "%s: %.1f M parameters, %s compute on %s (%s.precision: %s), weights %s over %d replicas",
+                section, info["num_parameters"] / 1e6, info["compute_dtype"], info["device"], section, config.precision,
+                "sharded" if info["sharded"] else "replicated", self.data_parallel_size,
+            )  # fmt: skip
         except BaseException:
             self.worker_group.shutdown(force=True)
             raise

@@ -1,7 +1,6 @@
 """From a model directory to a trainable module: weights, attention, precision, and its place on the data axis."""
 
 import contextlib
-import logging
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,6 @@ from nemo_rl.models.engine.mesh import Mesh
 from nemo_rl.models.engine.model_config import packing_problem, read_model_config
 from nemo_rl.models.engine.precision import compute_dtype
 from nemo_rl.utils.errors import UserError
-
-log = logging.getLogger(__name__)
 
 # fp32 weights, gradients and two Adam moments, with as much again for activations and the bf16 copies.
 _BYTES_PER_PARAMETER = 16
@@ -56,7 +53,7 @@ class BuiltModel:
             yield
 
 
-def _load(config: EngineConfig, hf_config: PretrainedConfig, device: torch.device) -> PreTrainedModel:
+def _load(config: EngineConfig, hf_config: PretrainedConfig) -> PreTrainedModel:
     register_attention()
     try:
         return AutoModelForCausalLM.from_pretrained(
@@ -64,7 +61,6 @@ def _load(config: EngineConfig, hf_config: PretrainedConfig, device: torch.devic
             config=hf_config,
             dtype=torch.float32,
             attn_implementation=ATTENTION_NAME,
-            device_map={"": device} if device.type == "cuda" else None,
             trust_remote_code=False,
         )
     except (OSError, ValueError) as error:
@@ -126,16 +122,11 @@ def build_model(config: EngineConfig, mesh: Mesh) -> BuiltModel:
     if problem:
         raise UserError(f"policy.model_name: {problem}")
     dtype = compute_dtype(config.precision, mesh.device)
-    module = _load(config, hf_config, mesh.device).train()
+    module = _load(config, hf_config).train()
+    nn.Module.to(module, mesh.device)
     if config.activation_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sharded = _should_shard(config, module, mesh)
     if sharded:
         _shard(module, mesh, dtype)
-    parameters = sum(p.numel() for p in module.parameters())
-    log.info(
-        "%s: %.1f M parameters, %s compute (policy.precision: %s), %s over %d data-parallel ranks",
-        config.model_name, parameters / 1e6, str(dtype).removeprefix("torch."), config.precision,
-        "sharded" if sharded else "replicated", mesh.size(DATA),
-    )  # fmt: skip
     return BuiltModel(module=module, compute_dtype=dtype, sharded=sharded)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.data_plane.driver_mixin import TQDriverMixin
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneRuntimeConfig, KVBatchMeta
-from nemo_rl.data_plane.preshard import stamp_common_width
+from nemo_rl.data_plane.preshard import shard_meta_for_dp, stamp_common_width
+from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS
 from nemo_rl.models.driver import aggregate_train_results
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.errors import MemoryExhaustedError
@@ -80,6 +82,23 @@ class TQPolicy(TQDriverMixin, Policy):
         """
         metas = self._placed(dp_metas)
         with (timer or Timer()).time("policy_training/submit_microbatch_futures"):
+            self._call_sharded("train_microbatch_presharded", reason="forward and backward", meta=metas)
+
+    def train_microbatches_from_meta(
+        self, meta: KVBatchMeta, timer: Timer | None = None, train_fields: Sequence[str] = DP_TRAIN_FIELDS
+    ) -> None:
+        """Forward and backward over rows of a shared plane, dealt to the replicas here; gradients add up.
+
+        Raises:
+            ValueError: the plane is process-local, so that rows can't be dealt, or the rows do not divide.
+        """
+        if self.dp_client.process_local:
+            raise ValueError("rows of a process-local data plane lie with their replicas: train_placed_microbatches")
+        timer = timer or Timer()
+        with timer.time("policy_training/shard_meta"):
+            isolated = self._isolated_meta(meta, fields=train_fields, task_name="train")
+            metas, _ = shard_meta_for_dp(isolated, dp_world=self.data_parallel_size)
+        with timer.time("policy_training/submit_microbatch_futures"):
             self._call_sharded("train_microbatch_presharded", reason="forward and backward", meta=metas)
 
     def finish_train_step(self) -> dict[str, Any]:
