@@ -344,12 +344,12 @@ class SFTSingleControllerActor:
             self._logger.log_metrics(metrics, 0)
         return metrics
 
-    def _owner_call(self, method_name: str, *, reason: str, **kwargs: Any) -> list[Any]:
-        """Calls the leader of every replica and waits; results in replica order."""
+    def _owner_call(self, method_name: str, *, reason: str | None = None, **kwargs: Any) -> list[Any]:
+        """Calls the leader of every replica and waits, which messages call `reason`; results in replica order."""
         refs = self._trainer.worker_group.run_all_workers_single_data(
             method_name, run_rank_0_only_axes=list(REPLICATED_AXES), **kwargs
         )
-        return self._trainer.worker_group.get_all_worker_results(refs, reason=reason)
+        return self._trainer.worker_group.get_all_worker_results(refs, reason=reason or method_name)
 
     def _check_ranks(self, envelopes: list[StepEnvelope]) -> None:
         ranks = [envelope.logical_rank for envelope in envelopes]
