@@ -386,11 +386,11 @@ class SFTSingleControllerActor:
         kind, _, key = name.partition(":")
         if key in metrics:
             return {name: float(metrics[key])}
-        if kind == "val" and (key in _VAL_METRICS or "val_loss" not in metrics):
+        if kind == "val" and key in _VAL_METRICS:
             return {}
+        names = _VAL_METRICS if kind == "val" else (k for k, v in metrics.items() if isinstance(v, int | float))
         raise UserError(
-            f"checkpointing.metric_name: no step has a metric {key!r}; there are "
-            f"{', '.join(sorted(k for k, v in metrics.items() if isinstance(v, (int, float))))}"
+            f"checkpointing.metric_name: no step has a metric {key!r}; there are {', '.join(sorted(names))}"
         )
 
     def _save_checkpoint(self, metric: dict[str, float]) -> None:
