@@ -1,24 +1,25 @@
 """What is wrong with an SFT run's config, as far as that can be known without starting a worker."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch.optim import lr_scheduler
-
 from nemo_rl.algorithms.sft_config import MasterConfig
+from nemo_rl.algorithms.sft_identity import run_identity
 from nemo_rl.algorithms.sft_resume import ResumePoint, find_resume_point
 from nemo_rl.data.config import DataConfig
-from nemo_rl.data.energon.config import EnergonSourceConfig
-from nemo_rl.data.energon.sources import PreparedSource, prepare_source
+from nemo_rl.data.energon.config import EnergonLoaderConfig, EnergonSourceConfig
+from nemo_rl.data.energon.multimodal.registry import COOKER_REGISTRY, TASK_ENCODER_REGISTRY
+from nemo_rl.data.energon.sources import PreparedSource, batches_per_pass, prepare_source
 from nemo_rl.data.energon.topology import DataLoaderPlacementPlan, resolve_topology_mapper
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.config import check_cluster
 from nemo_rl.models.config import PolicyConfig, TokenizerConfig
+from nemo_rl.models.config_checks import check_optimizer, check_overrides
 from nemo_rl.models.driver import check_parallel_sizes, sharding_of
 from nemo_rl.models.engine.model_config import packing_problem, read_model_config
-from nemo_rl.models.engine.optimizer import check_kwargs, torch_class
 from nemo_rl.utils.errors import UserError
 from nemo_rl.utils.logger import check_logger
 
@@ -69,12 +70,13 @@ def inspect_inputs(config: MasterConfig) -> SFTInputs:
     problems += check_logger(config.logger)
     problems += check_parallel_sizes(policy.parallel, world_size, "policy")
     problems += _check_backend(policy)
-    model = attempt(lambda: read_model_config(policy.model_name, policy.hf_config_overrides))
+    refused = attempt(lambda: check_overrides(policy))
+    problems += refused or []
+    model = attempt(lambda: read_model_config(policy.model_name, policy.hf_config_overrides)) if refused == [] else None
     if model is not None and (problem := packing_problem(model)):
         problems.append(f"policy.model_name: {problem}")
-    if model is not None:
-        attempt(lambda: get_tokenizer(tokenizer_options(config)))
-    problems += _check_optimizer(policy)
+    tokenizer = None if model is None else attempt(lambda: get_tokenizer(tokenizer_options(config)))
+    problems += _check_components(data.energon)
     if data.backend != "energon":
         problems.append(f"data.backend: {data.backend!r} is not supported; set it to energon")
     if data.max_input_seq_length is not None and data.max_input_seq_length > policy.max_total_sequence_length:
@@ -104,9 +106,15 @@ def inspect_inputs(config: MasterConfig) -> SFTInputs:
             f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide by {shards}, the number "
             f"of {whose}; use a multiple of {shards}"
         )
-    plan = inputs.plan
-    if plan is not None and model is not None:
-        inputs.resume = attempt(lambda: find_resume_point(config.checkpointing, policy, plan))
+    train, plan = inputs.train, inputs.plan
+    steps = _run_steps(config, train, plan)
+    problems += check_optimizer(policy, steps)
+    # Only a run that could start has an identity, which is what a checkpoint is compared with.
+    if not problems and model is not None and tokenizer is not None and train is not None and plan is not None:
+        identity: dict[str, Any] = {}
+        if config.checkpointing.enabled:
+            identity = run_identity(config, model=model, tokenizer=tokenizer, train=train, plan=plan, steps=steps)
+        inputs.resume = attempt(lambda: find_resume_point(config.checkpointing, policy, plan, identity))
     return inputs
 
 
@@ -125,18 +133,33 @@ def _check_backend(policy: PolicyConfig) -> list[str]:
     return problems
 
 
-def _check_optimizer(policy: PolicyConfig) -> list[str]:
-    problems: list[str] = []
-    try:
-        spec = policy.optimizer_spec()
-        cls = torch_class(spec.name, torch.optim, "torch.optim", "policy.optimizer.name")
-        problems += check_kwargs(cls, spec.kwargs, "policy.optimizer.kwargs")
-    except UserError as error:
-        problems.append(str(error))
-    try:
-        for phase in policy.schedule_spec().phases:
-            cls = torch_class(phase.name, lr_scheduler, "torch.optim.lr_scheduler", "policy.scheduler.name")
-            problems += check_kwargs(cls, phase.kwargs, "policy.scheduler.kwargs")
-    except UserError as error:
-        problems.append(str(error))
+def _check_components(energon: EnergonLoaderConfig) -> list[str]:
+    """One line per cooker or task encoder that can't be found, or that does not take its options."""
+    encoder = energon.task_encoder
+
+    def bind_encoder() -> None:
+        factory = TASK_ENCODER_REGISTRY.resolve_configured(encoder.name, encoder.python_file, encoder.object_name)
+        inspect.signature(factory).bind(None, **encoder.options)
+
+    checks: dict[str, Callable[[], Any]] = {"data.energon.task_encoder": bind_encoder}
+    for i, cooker in enumerate(energon.cookers):
+        checks[f"data.energon.cookers.{i}"] = functools.partial(COOKER_REGISTRY.build, cooker)
+    problems = []
+    for key, check in checks.items():
+        try:
+            check()
+        except Exception as error:  # noqa: BLE001  a Python file of the user may raise anything
+            kind = "" if isinstance(error, UserError | TypeError) else f"{type(error).__name__}: "
+            problems.append(f"{key}: {kind}{' '.join(str(error).split())}")
     return problems
+
+
+def _run_steps(config: MasterConfig, train: PreparedSource | None, plan: DataLoaderPlacementPlan | None) -> int:
+    """Steps of the run, or the most that there can be where the rows are not known."""
+    if train is None or plan is None:
+        return config.sft.max_num_steps
+    rows_per_shard = max(1, config.policy.train_global_batch_size // plan.num_logical_shards)
+    per_pass = config.data.train.virtual_epoch_length or batches_per_pass(
+        train, plan.num_logical_shards, rows_per_shard
+    )
+    return min(config.sft.max_num_steps, config.sft.max_num_epochs * per_pass)

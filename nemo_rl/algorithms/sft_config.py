@@ -50,7 +50,7 @@ class SFTConfig(ConfigModel):
     """Validate before the first step."""
     val_at_end: bool = False
     """Validate after the last step."""
-    seed: int = 42
+    seed: int = Field(default=42, ge=0, lt=2**32)
     """Of the order of rows and of dropout."""
     only_unmask_final: bool = False
     """Train the last assistant turn of each row only."""

@@ -11,6 +11,7 @@ from nemo_rl.data.energon.sft_types import LoaderSettings
 from nemo_rl.data.energon.sources import batches_per_pass
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy.tq_policy import TQPolicy
+from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,9 @@ def build_actor_args(config: MasterConfig, tokenizer: Any, inputs: SFTInputs | N
             seed=config.sft.seed,
             dp_cfg=config.data_plane,
         )
+        if config.checkpointing.enabled and config.checkpointing.start_fresh:
+            # As late as this, so that a run which can't start leaves the checkpoints where they are.
+            CheckpointManager(config.checkpointing).set_aside()
     except BaseException:
         cluster.shutdown()
         raise
@@ -71,5 +75,6 @@ def build_actor_args(config: MasterConfig, tokenizer: Any, inputs: SFTInputs | N
         save_state=resume.save_state,
         loader_states=resume.loader_states,
         loader_settings=settings,
+        identity=resume.identity,
         last_checkpoint_path=resume.checkpoint,
     )

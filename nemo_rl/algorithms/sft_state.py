@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from nemo_rl.data.energon.topology import DataLoaderPlacementPlan
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
     from nemo_rl.models.policy.tq_policy import TQPolicy
+
+IDENTITY = "identity"
+"""The key of a checkpoint's `training_info.json` that holds the record of its run."""
 
 
 @dataclass
@@ -49,8 +53,9 @@ class SFTV2ActorArgs:
         train_cluster: kept so that its places stay reserved.
         placement_plan: which replica reads which shards.
         save_state: where the run starts.
-        loader_states: state of each logical shard, in shard order; None for a fresh run.
+        loader_states: state of each logical shard, in shard order; None to start at the first row.
         loader_settings: what the leaders build their loaders from.
+        identity: the record of the run that its checkpoints keep.
         last_checkpoint_path: the checkpoint that is resumed, or None.
     """
 
@@ -61,6 +66,7 @@ class SFTV2ActorArgs:
     save_state: SFTV2SaveState
     loader_states: list[dict[str, Any]] | None
     loader_settings: LoaderSettings
+    identity: Mapping[str, Any]
     last_checkpoint_path: Path | None = None
 
 

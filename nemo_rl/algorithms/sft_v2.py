@@ -15,13 +15,16 @@ The way of a row, and what the controller sees of it:
 import json
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import ray
 
+from nemo_rl.algorithms.loss.interfaces import MetricNormalizer, metric_rule, reduce_metric
 from nemo_rl.algorithms.sft_config import MasterConfig
 from nemo_rl.algorithms.sft_state import (
+    IDENTITY,
     SFTV2ActorArgs,
     SFTV2SaveState,
     _initial_save_state,
@@ -79,8 +82,8 @@ _VAL_METRICS = ("val_loss", "val_valid_tokens", "val_samples", "val_time")
 # Two threads, so that `progress` answers while `run` is busy.
 _ACTOR_OPTIONS: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_concurrency": 2}
 
-# Metrics that every forward pass reports alike; all others are sums over the forward passes of a step.
-_SAME_IN_ALL_PASSES = ("lr", "wd", "global_valid_seqs", "global_valid_toks")
+# What the worker adds to the metrics of the loss, the same in all forward passes of a step.
+_STEP_METRIC_RULES = dict.fromkeys(("lr", "wd", "global_valid_seqs", "global_valid_toks"), MetricNormalizer.LAST)
 
 
 @ray.remote(**_ACTOR_OPTIONS)
@@ -288,20 +291,19 @@ class SFTSingleControllerActor:
             "dropped_samples": sum(state.dropped_samples.values()),
             "dropped": dict(state.dropped_samples),
             "skipped_steps": sum(state.skipped_steps.values()),
-            **self._policy_metrics(results),
+            **self._policy_metrics(results, self._args.loss_fn.metric_normalizations),
         }
 
     @staticmethod
-    def _policy_metrics(train_results: dict[str, Any]) -> dict[str, Any]:
-        """Convert policy output into flat scalar logger metrics."""
-        metrics: dict[str, Any] = {}
-        for key, values in train_results["all_mb_metrics"].items():
-            if key.endswith("_min"):
-                metrics[key] = min(values)
-            elif key.endswith("_max"):
-                metrics[key] = max(values)
-            else:
-                metrics[key] = sum(values) / (len(values) if key in _SAME_IN_ALL_PASSES else 1)
+    def _policy_metrics(
+        train_results: dict[str, Any], rules: Mapping[str, MetricNormalizer] | None = None
+    ) -> dict[str, Any]:
+        """Convert policy output into flat scalar logger metrics, each by the rule that the loss states for it."""
+        stated = {**(rules or {}), **_STEP_METRIC_RULES}
+        metrics: dict[str, Any] = {
+            key: reduce_metric(metric_rule(key, stated), values)
+            for key, values in train_results["all_mb_metrics"].items()
+        }
         metrics |= {f"moe/{key}": value for key, value in train_results.get("moe_metrics", {}).items()}
         metrics |= {
             key: train_results[key]
@@ -397,9 +399,8 @@ class SFTSingleControllerActor:
         """Copies the state of the run and writes it in the background; the save before it is complete by then."""
         self._checkpointer.finalize_pending()
         states = self._loader_state_dicts()
-        path = self._checkpointer.init_tmp_checkpoint(
-            self._state.total_steps, asdict(self._state) | metric, self._config
-        )
+        info = asdict(self._state) | metric | {IDENTITY: self._args.identity}
+        path = self._checkpointer.init_tmp_checkpoint(self._state.total_steps, info, self._config)
         policy = path / "policy"
         with self._checkpointer.saving(path):
             loaders = path / "loaders"

@@ -65,4 +65,6 @@ def run_facts(config: MasterConfig, inputs: SFTInputs) -> dict[str, str]:
     if config.checkpointing.enabled:
         last = CheckpointManager(config.checkpointing).get_latest_checkpoint_path()
         facts["checkpoints"] = f"resumes from {last}" if last else f"none in {config.checkpointing.checkpoint_dir} yet"
+        if last and config.checkpointing.start_fresh:
+            facts["checkpoints"] = f"starts at step 0; {last} and those before it are moved aside"
     return facts

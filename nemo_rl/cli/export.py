@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
+from nemo_rl.utils.checkpoint_digests import find_damage
 from nemo_rl.utils.errors import UserError
 
+_NAMED_FILES = 10
 _STEP_DIR = re.compile(r"step_(\d+)")
 
 
@@ -29,6 +31,8 @@ def export(
 ) -> None:
     """Write a checkpoint's weights, config and tokenizer for transformers, vLLM and others."""
     step_dir = newest_step_dir(checkpoint)
+    if damage := find_damage(step_dir):
+        raise UserError(f"{step_dir} is damaged: {'; '.join(damage[:_NAMED_FILES])}. Export another step")
 
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar

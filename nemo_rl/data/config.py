@@ -23,9 +23,9 @@ class DataConfig(ConfigModel):
     """How rows are drawn, cooked and encoded."""
     max_input_seq_length: int | None = Field(default=None, ge=2)
     """The longest row, in tokens; longer ones are treated as `overlong` says."""
-    overlong: Literal["truncate", "drop", "fail"] = "truncate"
-    """Rows over `max_input_seq_length`: cut at the end, leave out and count, or end the run naming the row. A row that
-    has no trained token after the cut is always left out and counted."""
+    overlong: Literal["truncate", "drop", "split", "fail"] = "truncate"
+    """Rows over `max_input_seq_length`: cut at the end, leave out and count, train in pieces that all go into the step
+    of the row, or end the run naming the row. A row without a trained token after the cut is left out and counted."""
     shuffle: bool = True
     """Training rows come in a new order each pass."""
     add_bos: bool = False

@@ -1,8 +1,7 @@
 """Look at rows of a file as the trainer sees them: text, ids, and which tokens are trained."""
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,39 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.conversation import ConversationFields, to_conversation
-from nemo_rl.data.tokenize import DropReason, TokenizedConversation, fit_row, tokenize_conversation
+from nemo_rl.data.energon.index import parse_row, source_id
+from nemo_rl.data.tokenize import DropReason, LongRowPolicy, TokenizedConversation, fit_row, tokenize_conversation
 from nemo_rl.utils.errors import UserError
 
 _TRAINED, _CONTEXT, _DROPPED = "bold green", "dim", "bold red"
 
 
 @dataclass(frozen=True)
+class InspectOptions:
+    """How a run would read the rows; the names and defaults are those of its config.
+
+    Attributes:
+        max_length: tokens; None keeps longer rows whole.
+        overlong: what happens to longer rows, see `fit_row`.
+        only_unmask_final: train the last assistant turn only.
+        add_bos: begin with one BOS token, see `tokenize_conversation`.
+        add_eos: end with the EOS token, see there.
+        chat_template_kwargs: further variables of the chat template.
+        fields: the options of the conversation cooker.
+    """
+
+    max_length: int | None = None
+    overlong: LongRowPolicy = "truncate"
+    only_unmask_final: bool = False
+    add_bos: bool = False
+    add_eos: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    fields: ConversationFields = field(default_factory=ConversationFields)
+
+
+@dataclass(frozen=True)
 class InspectedRow:
-    """One line of a file after chat template, tokenizer and length limit.
+    """One line of a file after chat template, tokenizer and length limit, or a piece of one that was split.
 
     Attributes:
         row: 0-based line of the file, blank and bad lines counted.
@@ -30,6 +53,7 @@ class InspectedRow:
         stretches: the text in pieces that are trained (True) or context (False) throughout.
         dropped: the reason why a run leaves the row out, else None.
         detail: what was wrong, where `dropped` names an error.
+        piece: 0-based number of the piece.
     """
 
     row: int
@@ -39,6 +63,7 @@ class InspectedRow:
     stretches: tuple[tuple[str, bool], ...] = ()
     dropped: str | None = None
     detail: str | None = None
+    piece: int = 0
 
     @property
     def tokens(self) -> int:
@@ -54,41 +79,35 @@ class InspectedRow:
 def inspect_rows(
     path: str | Path,
     tokenizer: PreTrainedTokenizerBase,
+    options: InspectOptions | None = None,
     *,
-    max_length: int | None = None,
-    only_unmask_final: bool = False,
     row: int | None = None,
-    cooker_options: Mapping[str, str | None] | None = None,
 ) -> Iterator[InspectedRow]:
     """The rows of a JSONL file in file order, or only the one of line `row`; blank lines are passed over.
 
-    Rows with a fault are yielded with the reason that a run would count them under.
+    Rows with a fault are yielded with the reason that a run would count them under; a row that is split comes as its
+    pieces.
 
     Args:
         path: the file; only read, never indexed.
         tokenizer: a fast tokenizer with a chat template.
-        max_length: tokens; longer rows are truncated as in a run. None keeps them whole.
-        only_unmask_final: train the last assistant turn only.
+        options: as the run has them.
         row: a 0-based line.
-        cooker_options: the options of the conversation cooker, see `ConversationFields`.
 
     Raises:
-        UserError: no such file, no such row, or unknown options.
+        UserError: no such file, or no such row.
     """
     file_path = Path(path)
     if not file_path.is_file():
         what = "is a folder, a .jsonl file is needed" if file_path.is_dir() else "does not exist"
         raise UserError(f"{path} {what}")
-    unknown = set(cooker_options or ()) - set(ConversationFields.__dataclass_fields__)
-    if unknown:
-        raise UserError(f"cooker options {', '.join(sorted(unknown))} are unknown")
-    fields = ConversationFields(**(cooker_options or {}))
-    return _inspect(file_path, tokenizer, max_length, only_unmask_final, row, fields)
+    return _inspect(file_path, tokenizer, options or InspectOptions(), row)
 
 
 def render_row(console: Console, row: InspectedRow) -> None:
     """Show a row: a line of facts, the text, the ids; trained tokens in green, or in ⟦ ⟧ where there is no colour."""
-    facts = Text(f"row {row.row}  {_visible(row.source_id)}  {row.tokens} tokens, {row.trained} trained", style="bold")
+    place = f"row {row.row}" if not row.piece else f"row {row.row} piece {row.piece}"
+    facts = Text(f"{place}  {_visible(row.source_id)}  {row.tokens} tokens, {row.trained} trained", style="bold")
     if row.dropped is not None:
         facts.append(f"  dropped: {row.dropped}", style=_DROPPED)
         if row.detail:
@@ -110,20 +129,13 @@ def render_row(console: Console, row: InspectedRow) -> None:
 
 
 def _inspect(
-    path: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None,
-    only_unmask_final: bool,
-    wanted: int | None,
-    fields: ConversationFields,
+    path: Path, tokenizer: PreTrainedTokenizerBase, options: InspectOptions, wanted: int | None
 ) -> Iterator[InspectedRow]:
     number = -1
     with path.open("rb") as file:  # as bytes, so that lines end at LF only: U+2028 and its kin are data
         for number, line in enumerate(file):
             if (wanted is None and line.strip()) or number == wanted:
-                yield _inspect_line(
-                    f"{path.name}:{number}", number, line, tokenizer, max_length, only_unmask_final, fields
-                )
+                yield from _inspect_line(f"{path.name}:{number}", number, line, tokenizer, options)
             if number == wanted:
                 return
     if wanted is not None:
@@ -133,45 +145,57 @@ def _inspect(
 
 
 def _inspect_line(
-    source_id: str,
-    number: int,
-    line: bytes,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None,
-    only_unmask_final: bool,
-    fields: ConversationFields,
-) -> InspectedRow:
-    def dropped(reason: DropReason, detail: object) -> InspectedRow:
-        return InspectedRow(number, source_id, dropped=reason.value, detail=str(detail))
+    where: str, number: int, line: bytes, tokenizer: PreTrainedTokenizerBase, options: InspectOptions
+) -> list[InspectedRow]:
+    def dropped(reason: DropReason, detail: object) -> list[InspectedRow]:
+        return [InspectedRow(number, name, dropped=reason.value, detail=str(detail))]
 
+    name = where
     try:
-        raw: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        raw = parse_row(line)
+    except ValueError as error:
         return dropped(DropReason.BAD_LINE, error)
-    if not isinstance(raw, dict):
-        return dropped(DropReason.BAD_LINE, "not an object")
-    if raw.get("id") is not None:
-        source_id = str(raw["id"])
+    name = source_id(raw, where)
     try:
-        conversation = to_conversation(raw, fields)
+        conversation = to_conversation(raw, options.fields)
     except UserError as error:
         return dropped(DropReason.COOK_ERROR, error)
     try:
         encoded = tokenize_conversation(
-            tokenizer, conversation.messages, tools=conversation.tools, only_unmask_final=only_unmask_final
+            tokenizer,
+            conversation.messages,
+            tools=conversation.tools,
+            chat_template_kwargs=options.chat_template_kwargs,
+            only_unmask_final=options.only_unmask_final,
+            add_bos=options.add_bos,
+            add_eos=options.add_eos,
         )
     except UserError as error:
         return dropped(DropReason.ENCODE_ERROR, error)
-    fitted = fit_row(encoded, len(encoded) if max_length is None else max_length)
-    kept, reason = (encoded.cut(0, max_length), fitted) if isinstance(fitted, DropReason) else (fitted[0], None)
-    return InspectedRow(
-        number,
-        source_id,
-        ids=tuple(kept.input_ids),
-        trained_positions=tuple(position for position, trained in enumerate(kept.token_mask) if trained),
-        stretches=_stretches(tokenizer, kept),
-        dropped=reason.value if reason else None,
-    )
+    limit = len(encoded) if options.max_length is None else options.max_length
+    reason, detail, pieces = None, None, [encoded.cut(0, limit)]
+    try:
+        fitted = fit_row(encoded, limit, options.overlong)
+    except UserError as error:
+        reason, detail = DropReason.OVERLONG, str(error)
+    else:
+        if isinstance(fitted, DropReason):
+            reason = fitted
+        else:
+            pieces = fitted
+    return [
+        InspectedRow(
+            number,
+            name,
+            ids=tuple(piece.input_ids),
+            trained_positions=tuple(position for position, trained in enumerate(piece.token_mask) if trained),
+            stretches=_stretches(tokenizer, piece),
+            dropped=reason.value if reason else None,
+            detail=detail,
+            piece=index,
+        )
+        for index, piece in enumerate(pieces)
+    ]
 
 
 def _stretches(tokenizer: PreTrainedTokenizerBase, row: TokenizedConversation) -> tuple[tuple[str, bool], ...]:

@@ -94,7 +94,7 @@ def tokenize_conversation(
         spans_of_turn = spans_of_turn[-1:]
     spans = [span for spans in spans_of_turn for span in spans]
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    if add_bos and bos and not text.startswith(bos):
+    if add_bos and bos and not text.lstrip().startswith(bos):
         text = bos + text
         spans = [(start + len(bos), end + len(bos)) for start, end in spans]
     if add_eos and eos and not text.rstrip().endswith(eos):

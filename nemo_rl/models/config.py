@@ -1,8 +1,8 @@
 """Config sections that the policy and the critic share, and how they become an engine's."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nemo_rl.models.engine.config import EngineConfig, OptimizerSpec, ParallelSizes, ScheduleSpec
 from nemo_rl.utils.config import ConfigModel
@@ -49,8 +49,14 @@ class SchedulerConfig(ConfigModel):
     """A class of `torch.optim.lr_scheduler`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Its arguments."""
-    milestones: list[int] | None = None
+    milestones: list[Annotated[int, Field(ge=1)]] | None = None
     """Steps at which the next phase starts; the only key of its entry."""
+
+    @model_validator(mode="after")
+    def _milestones_stand_alone(self) -> Self:
+        if self.milestones is not None and (self.name is not None or self.kwargs):
+            raise ValueError("milestones is the only key of its entry; phases are entries of their own")
+        return self
 
 
 class DTensorConfig(ConfigModel):
@@ -77,16 +83,16 @@ class MegatronOptimizerConfig(ConfigModel):
     """Rate at the end of a decay."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled with `adam`, part of the gradient with `sgd`."""
-    adam_beta1: float = 0.9
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
-    adam_beta2: float = 0.999
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of the second moment."""
-    adam_eps: float = 1e-8
+    adam_eps: float = Field(default=1e-8, ge=0)
     """Added to the root of the second moment."""
-    sgd_momentum: float = 0.9
+    sgd_momentum: float = Field(default=0.9, ge=0)
     """Momentum of `sgd`."""
-    clip_grad: float | None = None
-    """Overrides `max_grad_norm` where it is set."""
+    clip_grad: float | None = Field(default=None, ge=0)
+    """Overrides `max_grad_norm` where it is set; 0 never clips, as in Megatron."""
 
     def spec(self) -> OptimizerSpec:
         """The torch optimizer that these keys describe; Megatron's adam decays weights apart from the gradient."""
@@ -296,7 +302,7 @@ class ModelConfig(ConfigModel):
             precision=self.precision,
             parallel=self.parallel,
             data_parallel=self.data_parallel,
-            max_grad_norm=self.max_grad_norm if clip is None else clip,
+            max_grad_norm=self.max_grad_norm if clip is None else clip or None,
             optimizer=self.optimizer_spec() if init_optimizer else None,
             schedule=self.schedule_spec() if init_optimizer else ScheduleSpec(),
             activation_checkpointing=self.activation_checkpointing

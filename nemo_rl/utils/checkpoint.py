@@ -3,6 +3,7 @@
     <checkpoint_dir>/step_<N>/training_info.json   counters and metrics, JSON
                               config.yaml          what the run was started with
                               policy/{weights,optimizer,tokenizer}, value/..., loaders/...   written by their owners
+                              digests.json         sha256 of each of these files, taken when all were there
 
 `checkpoint_folder` tells the other names that a folder may have on its way.
 """
@@ -22,6 +23,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from nemo_rl.utils.checkpoint_digests import find_damage
 from nemo_rl.utils.checkpoint_folder import CheckpointFolder
 from nemo_rl.utils.checkpoint_retention import steps_to_keep
 from nemo_rl.utils.config import ConfigModel
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 TRAINING_INFO = "training_info.json"
 RUN_CONFIG = "config.yaml"
+_NAMED_FILES = 10
 
 
 class CheckpointingConfig(ConfigModel):
@@ -43,6 +46,9 @@ class CheckpointingConfig(ConfigModel):
     """False = nothing is saved and nothing is resumed from."""
     checkpoint_dir: str
     """Folder of the `step_<N>` folders; a run that finds some there resumes from the newest."""
+    start_fresh: bool = False
+    """Start at step 0 and move checkpoints that are in `checkpoint_dir` into its `set_aside_<K>`. Each start does so:
+    give it on the command line, once."""
     metric_name: str | None = None
     """Ranks checkpoints for `keep_top_k`: `train:<name>` or `val:<name>`; null ranks by age."""
     higher_is_better: bool | None = None
@@ -192,6 +198,46 @@ class CheckpointManager:
         for path in self._folder.unfinished():
             logger.warning("%s is an unfinished save and is passed over; the newest complete one is %s", path, newest)
         return newest
+
+    def verify(self, path: Path) -> None:
+        """Compares each file of a complete checkpoint with the digest that was taken when it was saved.
+
+        Reads the whole checkpoint. One without digests, as older versions made them, is only warned about.
+
+        Raises:
+            UserError: files are damaged, missing or not part of it. It names them, and says how to resume from the
+                newest checkpoint before it that is intact.
+        """
+        logger.info("comparing every file of %s with its digest", path)
+        damage = find_damage(path)
+        if damage is None:
+            logger.warning("%s has no digests.json (an older version made it), so it is loaded unchecked", path)
+        if not damage:
+            return
+        earlier = [folder for _, folder in sorted(self._folder.complete().items(), reverse=True)]
+        earlier = earlier[earlier.index(path) + 1 :] if path in earlier else []
+        intact = next((folder for folder in earlier if not find_damage(folder)), None)
+        more = f"; and {len(damage) - _NAMED_FILES} more" if len(damage) > _NAMED_FILES else ""
+        remedy = (
+            f"Rename it to {path.name}.damaged, and the run resumes from {intact}, the newest that is intact"
+            if intact is not None
+            else "No earlier one is intact; checkpointing.start_fresh=true moves it aside and starts at step 0"
+        )
+        raise UserError(f"{path} is damaged: {'; '.join(damage[:_NAMED_FILES])}{more}. {remedy}")
+
+    def set_aside(self) -> Path | None:
+        """Moves all checkpoints into a new folder `set_aside_<K>` below `checkpoint_dir`; None when there are none.
+
+        Raises:
+            RunError: they can't be moved; the newest is still in its place then.
+        """
+        try:
+            aside = self._folder.set_aside()
+        except OSError as error:
+            raise RunError(f"the checkpoints under {self._folder.path} can't be moved aside: {error}") from error
+        if aside is not None:
+            logger.warning("checkpointing.start_fresh: the checkpoints of the earlier run are now in %s", aside)
+        return aside
 
     def get_best_checkpoint_path(self) -> Path | None:
         """The complete checkpoint with the best `metric_name`, the newer of two equal ones; without any, the newest."""

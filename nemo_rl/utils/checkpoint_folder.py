@@ -4,15 +4,18 @@
 - `tmp_step_<N>`: being written, or a save that was cut short.
 - `old_step_<N>`: the former `step_<N>` while its successor takes the name.
 - `trash_step_<N>`: being deleted.
+- `set_aside_<K>/step_<N>`: of a run that another one replaced; neither resumed nor deleted.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import shutil
 from pathlib import Path
 
+from nemo_rl.utils.checkpoint_digests import write_digests
 from nemo_rl.utils.disk import sync_tree
 
 logger = logging.getLogger(__name__)
@@ -52,10 +55,14 @@ class CheckpointFolder:
         return self.path / f"tmp_step_{step}"
 
     def publish(self, temporary: Path) -> Path:
-        """Makes a written `tmp_step_<N>` durable, then gives it its name; returns its new path. Raises `OSError`."""
+        """Adds the digests of a written `tmp_step_<N>`, makes it durable, then gives it its name; returns its new path.
+
+        Raises `OSError`.
+        """
         match = re.fullmatch(r"tmp_step_(\d+)", temporary.name)
         assert match is not None, f"{temporary} is not a tmp_step_<N>"
         final, former = self.path / f"step_{match[1]}", self.path / f"old_step_{match[1]}"
+        write_digests(temporary)
         sync_tree(temporary)
         if final.exists():
             shutil.rmtree(former, ignore_errors=True)
@@ -63,6 +70,23 @@ class CheckpointFolder:
         temporary.rename(final)
         sync_tree(self.path, recursive=False)
         return final
+
+    def set_aside(self) -> Path | None:
+        """Moves all complete checkpoints into a new `set_aside_<K>`; returns it, None without any. Raises `OSError`.
+
+        The newest goes last: whatever cuts the moves short, the next start still finds it.
+        """
+        complete = self.complete()
+        if not complete:
+            return None
+        candidates = (self.path / f"set_aside_{number}" for number in itertools.count(1))
+        aside = next(candidate for candidate in candidates if not candidate.exists())
+        aside.mkdir()
+        for step in sorted(complete):
+            complete[step].rename(aside / f"step_{step}")
+        sync_tree(aside, recursive=False)
+        sync_tree(self.path, recursive=False)
+        return aside
 
     def delete(self, folder: Path) -> None:
         """Deletes a folder under a name of its own, so that a half-deleted one never passes for complete.

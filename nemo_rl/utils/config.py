@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticKnownError
 
-from nemo_rl.utils.config_problems import split_unknown, value_problems
+from nemo_rl.utils.config_problems import alternatives, split_unknown, value_problems
 from nemo_rl.utils.errors import ConfigError, UserError
 from nemo_rl.utils.yaml_reader import parse_yaml_value, read_yaml_file
 
 
 class ConfigModel(BaseModel):
     """A config section: typed, unknown keys refused, assignments checked, readable as attributes or as a mapping.
+
+    Numbers are finite, and `true` is not one.
 
     `cfg.lr`, `cfg["lr"]`, `cfg.get("lr", 0.1)`, `"lr" in cfg` and `cfg["lr"] = 0.2` all work; a name that the model
     does not have raises `KeyError` through the mapping and `AttributeError` through the attribute.
@@ -26,7 +30,16 @@ class ConfigModel(BaseModel):
         validate_assignment=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
+        allow_inf_nan=False,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python, and pydantic with it, would read `max_num_steps: true` as 1."""
+        if isinstance(value, bool) and (expected := _number_fields(cls).get(info.field_name or "")):
+            raise PydanticKnownError(expected)
+        return value
 
     def __getitem__(self, key: str) -> Any:
         if key not in self:
@@ -50,6 +63,17 @@ class ConfigModel(BaseModel):
         return [*type(self).model_fields, *(self.model_extra or {})]
 
 
+@functools.cache
+def _number_fields(model: type[BaseModel]) -> dict[str, Literal["int_type", "float_type"]]:
+    """The fields that take a number and neither true nor false, with pydantic's name of the error."""
+    fields: dict[str, Literal["int_type", "float_type"]] = {}
+    for name, field in model.model_fields.items():
+        types = alternatives(field.annotation)
+        if (int in types or float in types) and bool not in types:
+            fields[name] = "float_type" if float in types else "int_type"
+    return fields
+
+
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
@@ -64,22 +88,23 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> dict[st
 
     Raises:
         UserError: a file that is missing, not YAML or its own ancestor, an override without `=`, an interpolation of a
-            key that does not exist, a value left at `???`.
+            key that does not exist, a value left at `???`, a section that holds itself.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     for name, resolve in (("mul", _product), ("div", _quotient), ("max", _largest)):
         OmegaConf.register_new_resolver(name, resolve, replace=True)
-    raw = _read_with_defaults(Path(path), ())
     try:
-        config = OmegaConf.create(raw)
+        config = OmegaConf.create(_read_with_defaults(Path(path), ()))
         for word in overrides or []:
             _apply_override(config, word)
         container = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         reason = (error.msg or str(error)).splitlines()[0]
         raise UserError(f"{error.full_key or path}: {reason} (while reading {path})") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: sections are nested too deep, or one of them holds itself") from error
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
 
@@ -141,7 +166,11 @@ def _apply_override(config: Any, word: str) -> None:
     key, equals, value = word.lstrip("+").partition("=")
     if not equals or not key:
         raise UserError(f"{word!r}: an override is written key=value, for example sft.max_num_steps=20")
-    OmegaConf.update(config, key, parse_yaml_value(value, where=word), force_add=True)
+    parsed = parse_yaml_value(value, where=word)
+    # What the override replaces may be an interpolation that leads nowhere.
+    present = OmegaConf.select(config, key, throw_on_resolution_failure=False)
+    is_merge = OmegaConf.is_dict(present) and isinstance(parsed, dict)
+    OmegaConf.update(config, key, parsed, merge=is_merge, force_add=True)
 
 
 def _product(*factors: float) -> float:

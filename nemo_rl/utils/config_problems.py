@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
 import types
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-_MAX_LISTED_NAMES = 12
+from nemo_rl.utils.config_names import recipe_names, recipe_sections, unknown_line
 
 # pydantic's error types, in the words of a message "expected ..., got ...".
 _EXPECTED = {
@@ -34,20 +31,6 @@ _EXPECTED = {
 }
 
 
-@functools.cache
-def recipe_names() -> frozenset[str]:
-    """Dotted names of every leaf that the recipes of the original project hold."""
-    text = resources.files("nemo_rl.utils").joinpath("recipe_keys.txt").read_text(encoding="utf-8")
-    return frozenset(text.split())
-
-
-@functools.cache
-def _recipe_sections() -> frozenset[str]:
-    """Dotted names of every section above a recipe leaf."""
-    parts = (name.split(".") for name in recipe_names())
-    return frozenset(".".join(part[:depth]) for part in parts for depth in range(1, len(part)))
-
-
 def split_unknown(model: type[BaseModel], raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
     """Parts `raw` into what `model` knows, what only the recipes know, and what nobody knows.
 
@@ -60,7 +43,7 @@ def split_unknown(model: type[BaseModel], raw: Mapping[str, Any]) -> tuple[dict[
     unknown: list[str] = []
     known = _keep_known([model], raw, "", inert, unknown)
     names = {name for name, _ in _names_below([model], "", ())}
-    return known, inert, [_unknown_line(key, names) for key in unknown]
+    return known, inert, [unknown_line(key, names) for key in unknown]
 
 
 def value_problems(error: ValidationError, raw: Mapping[str, Any], unknown: list[str]) -> list[str]:
@@ -74,8 +57,10 @@ def value_problems(error: ValidationError, raw: Mapping[str, Any], unknown: list
     wanted: dict[str, list[str]] = {}
     got: dict[str, str] = {}
     problems: list[str] = []
-    for detail in error.errors(include_url=False):
-        key = _dotted(detail, raw)
+    details = [(_dotted(detail, raw), detail) for detail in error.errors(include_url=False)]
+    # A union complains for each of its branches; the one that looked inside the value is the one that was meant.
+    looked_into = {key[:end] for key, _ in details for end in range(len(key)) if key[end] == "."}
+    for key, detail in details:
         kind, context = detail["type"], detail.get("ctx", {})
         where = f"{key}: " if key else ""
         if kind == "missing":
@@ -86,7 +71,7 @@ def value_problems(error: ValidationError, raw: Mapping[str, Any], unknown: list
         elif kind in ("value_error", "assertion_error"):
             cause = context.get("error")
             problems.extend(f"{where}{line}" for line in getattr(cause, "problems", [str(cause)]))
-        else:
+        elif key not in looked_into:
             wanted.setdefault(key, []).append(_expectation(detail))
             got[key] = _shown(detail["input"])
     for key, choices in wanted.items():
@@ -139,7 +124,12 @@ def _dotted(detail: ErrorDetails, raw: Mapping[str, Any]) -> str:
 def _keep_known(
     models: list[type[BaseModel]], raw: Mapping[str, Any], at: str, inert: list[str], unknown: list[str]
 ) -> dict[str, Any]:
-    fields = {name: field.annotation for model in models for name, field in model.model_fields.items()}
+    fields = {
+        key: field.annotation
+        for model in models
+        for name, field in model.model_fields.items()
+        for key in (name, field.alias or name)
+    }
     is_open = any(model.model_config.get("extra") == "allow" for model in models)
     known: dict[str, Any] = {}
     for key, value in raw.items():
@@ -169,7 +159,7 @@ def _sort_foreign(dotted: str, value: Any, inert: list[str], unknown: list[str])
     """Files a key that the model lacks under `inert` or `unknown`, leaf by leaf where the recipes have its section."""
     if dotted in recipe_names():
         inert.append(dotted)
-    elif dotted not in _recipe_sections():
+    elif dotted not in recipe_sections():
         while isinstance(value, Mapping) and len(value) == 1:
             ((key, value),) = value.items()
             dotted = f"{dotted}.{key}"
@@ -181,16 +171,26 @@ def _sort_foreign(dotted: str, value: Any, inert: list[str], unknown: list[str])
         inert.append(dotted)
 
 
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The types that a value of this annotation may have: the members of a union, else the one."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return alternatives(arguments[0])
+    if origin in (Union, types.UnionType):
+        return tuple(one for argument in arguments for one in alternatives(argument))
+    return (annotation,)
+
+
 def _models_and_items(annotation: Any) -> tuple[list[type[BaseModel]], Any | None]:
     """The models that a value of this annotation may be, and the annotation of its items if it is a list or mapping."""
+    members = alternatives(annotation)
+    if len(members) > 1:
+        found = [_models_and_items(member) for member in members]
+        return [m for models, _ in found for m in models], next((i for _, i in found if i is not None), None)
+    (annotation,) = members
     origin, arguments = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation], None
-    if origin is Annotated:
-        return _models_and_items(arguments[0])
-    if origin in (Union, types.UnionType):
-        found = [_models_and_items(argument) for argument in arguments]
-        return [m for models, _ in found for m in models], next((i for _, i in found if i is not None), None)
     if origin in (list, tuple) and arguments:
         return [], arguments[0]
     if origin is dict:
@@ -201,44 +201,12 @@ def _models_and_items(annotation: Any) -> tuple[list[type[BaseModel]], Any | Non
 def _names_below(
     models: list[type[BaseModel]], at: str, above: tuple[type[BaseModel], ...]
 ) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every dotted name of the models; a model that holds itself is entered once."""
+    """Every dotted name of the models, with `*` for the place in a list; a model that holds itself is entered once."""
     for model in models:
-        for name, field in model.model_fields.items():
+        for own_name, field in model.model_fields.items():
+            name = field.alias or own_name
             yield f"{at}{name}", model
-            inner = [m for m in _models_and_items(field.annotation)[0] if m not in above]
-            yield from _names_below(inner, f"{at}{name}.", (*above, model))
-
-
-def _unknown_line(dotted: str, names: set[str]) -> str:
-    guess = _nearest(dotted, names) or _nearest(dotted, recipe_names() | _recipe_sections())
-    if guess is not None:
-        return f"{dotted}: unknown key, did you mean {guess}?"
-    parent, known = _siblings(dotted, names)
-    listed = ", ".join(sorted(known)[:_MAX_LISTED_NAMES]) + (", ..." if len(known) > _MAX_LISTED_NAMES else "")
-    return f"{dotted}: unknown key; {parent or 'the top level'} has {listed or 'no keys'}"
-
-
-def _siblings(dotted: str, names: set[str] | frozenset[str]) -> tuple[str, set[str]]:
-    """The deepest section of `dotted` that exists, and the names directly below it."""
-    parent = dotted
-    while parent:
-        parent = parent.rpartition(".")[0]
-        at = f"{parent}." if parent else ""
-        below = {name[len(at) :] for name in names if name.startswith(at)}
-        if below:
-            return parent, {name for name in below if "." not in name}
-    return "", set()
-
-
-def _nearest(dotted: str, names: set[str] | frozenset[str]) -> str | None:
-    """The known name that `dotted` most likely means: a sibling, or the same last word elsewhere."""
-    parent, siblings = _siblings(dotted, names)
-    at = f"{parent}." if parent else ""
-    first, _, rest = dotted[len(at) :].partition(".")
-    close = difflib.get_close_matches(first, siblings, n=1, cutoff=0.7)
-    if close:
-        whole = f"{at}{close[0]}.{rest}"
-        return whole if rest and whole in names else f"{at}{close[0]}"
-    last = dotted.rpartition(".")[2]
-    elsewhere = sorted((name for name in names if name.rpartition(".")[2] == last), key=lambda name: (len(name), name))
-    return elsewhere[0] if elsewhere else None
+            inner, items = _models_and_items(field.annotation)
+            in_list = [] if items is None else _models_and_items(items)[0]
+            for found, below in ((inner, f"{at}{name}."), (in_list, f"{at}{name}.*.")):
+                yield from _names_below([m for m in found if m not in above], below, (*above, model))

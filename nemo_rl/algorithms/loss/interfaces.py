@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,11 +26,20 @@ class LossInputType(Enum):
 
 
 class MetricNormalizer(Enum):
-    """How a metric that was summed over a microbatch becomes one number for the step."""
+    """How the values that the forward passes of a step report for a metric become one number for the step."""
 
     TOKENS = "tokens"
+    """Sums; the step's number is their total over its trained tokens."""
     SEQUENCES = "sequences"
+    """Sums; the step's number is their total over its rows with weight."""
     NONE = "none"
+    """Sums; the step's number is their total."""
+    MIN = "min"
+    """The least of the values; a pass with nothing to report gives +inf."""
+    MAX = "max"
+    """The greatest of the values; a pass with nothing to report gives -inf."""
+    LAST = "last"
+    """The value of the last pass, for what all passes report alike."""
 
 
 class LossFunction(Protocol):
@@ -40,6 +50,8 @@ class LossFunction(Protocol):
     in column `t`. Returns a scalar with a graph and a dict of float metrics.
 
     With both global counts 1 the loss is a raw sum; the engine then divides once, at the end of the step.
+
+    `metric_normalizations` states the rule of each metric, see `metric_rule` for one that is not listed.
     """
 
     loss_type: LossType
@@ -54,6 +66,38 @@ class LossFunction(Protocol):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, float]]: ...
+
+
+def metric_rule(
+    name: str, stated: Mapping[str, MetricNormalizer], loss_type: LossType = LossType.TOKEN_LEVEL
+) -> MetricNormalizer:
+    """The rule of a metric: the stated one.
+
+    One that the loss does not state is an extremum when its name ends in `_min` or `_max`, else divided like the loss.
+    """
+    if name in stated:
+        return stated[name]
+    if name.endswith("_min"):
+        return MetricNormalizer.MIN
+    if name.endswith("_max"):
+        return MetricNormalizer.MAX
+    return MetricNormalizer.TOKENS if loss_type is LossType.TOKEN_LEVEL else MetricNormalizer.SEQUENCES
+
+
+def reduce_metric(rule: MetricNormalizer, values: Sequence[float]) -> float:
+    """The step's number of a metric; `values` has one entry per forward pass, sums already divided by their count.
+
+    NaN among them gives NaN, whatever the rule and the order.
+    """
+    if rule is MetricNormalizer.LAST:
+        return values[-1]
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    if rule is MetricNormalizer.MIN:
+        return min(values)
+    if rule is MetricNormalizer.MAX:
+        return max(values)
+    return sum(values)
 
 
 def masked_mean(

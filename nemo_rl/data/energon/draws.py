@@ -98,10 +98,12 @@ class PassDraws:
             raise
         # A reader fails in many ways, and in a loader process with a whole traceback as its message.
         except Exception as error:
+            kind = type(error)
             reason = str(error).strip().rpartition("\n")[2]
-            raise RunError(
-                f"{self._path}: reading shard {self._shard} failed: {type(error).__name__}: {reason}"
-            ) from error
+            reason = reason.removeprefix(f"{kind.__module__}.").removeprefix(f"{kind.__qualname__}: ")
+            if isinstance(error, RunError):
+                raise RunError(reason) from error
+            raise RunError(f"{self._path}: reading shard {self._shard} failed: {kind.__name__}: {reason}") from error
 
     def state(self) -> dict[str, Any]:
         """The JSON state after the last draw. Only after a draw, and in the thread that made it."""

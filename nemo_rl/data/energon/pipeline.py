@@ -1,4 +1,6 @@
-"""One raw row to one encoded row: parse, cook, tokenize, fit. A row that fails comes out as a `DroppedRow`.
+"""One raw row to its encoded row, or rows where it was split: parse, cook, tokenize, fit.
+
+A row that fails comes out as a `DroppedRow`.
 
 It never raises for a row: Energon would print a traceback and draw again by itself, and the count would be lost.
 """
@@ -11,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl.data.energon.index import parse_row
+from nemo_rl.data.energon.index import parse_row, source_id
 from nemo_rl.data.energon.multimodal.types import Cook, DroppedRow, Encode, RowRefusedError
 from nemo_rl.data.energon.sft_types import EncodedRow
 from nemo_rl.data.tokenize import DropReason
@@ -29,8 +31,11 @@ class RowPipeline:
     cook: Cook
     encode: Encode
 
-    def __call__(self, raw: Any) -> EncodedRow | DroppedRow:
-        """`raw` is Energon's `RawSampleData` around the dict of one of our readers."""
+    def __call__(self, raw: Any) -> tuple[EncodedRow, ...] | DroppedRow:
+        """`raw` is Energon's `RawSampleData` around the dict of one of our readers.
+
+        The pieces of a row that was split are named `<id>[1/3]`, `<id>[2/3]` and so on.
+        """
         sample: Mapping[str, Any] = raw.data[0]
         where: str = sample["where"]
         try:
@@ -49,12 +54,15 @@ class RowPipeline:
             return DroppedRow(DropReason.ENCODE_ERROR, where, _said(error))
         if isinstance(pieces, str):
             return DroppedRow(pieces, where, pieces.replace("_", " "))
-        (piece,) = pieces
-        return EncodedRow(
-            source_id=_source_id(row, where),
-            shard=self.shard,
-            input_ids=np.asarray(piece.input_ids, dtype=np.int64),
-            token_mask=np.asarray(piece.token_mask, dtype=np.uint8),
+        name = source_id(row, where)
+        return tuple(
+            EncodedRow(
+                source_id=name if len(pieces) == 1 else f"{name}[{number}/{len(pieces)}]",
+                shard=self.shard,
+                input_ids=np.asarray(piece.input_ids, dtype=np.int64),
+                token_mask=np.asarray(piece.token_mask, dtype=np.uint8),
+            )
+            for number, piece in enumerate(pieces, start=1)
         )
 
 
@@ -64,11 +72,6 @@ def _parse(sample: Mapping[str, Any]) -> dict[str, Any]:
         if member in sample:
             return parse_row(sample[member])
     raise ValueError(f"no member {', '.join(JSON_MEMBERS)} in the sample")
-
-
-def _source_id(row: Mapping[str, Any], where: str) -> str:
-    own = row.get("id")
-    return where if own in (None, "") else str(own)
 
 
 def _said(error: Exception) -> str:

@@ -4,6 +4,9 @@
 
 A pass has `batches_per_pass` batches. A row that can't be used is counted and replaced by the next one of its shard;
 when the rows of the shard are used up early, fillers complete the pass, so that all shards take equally many steps.
+
+A batch counts rows of the source. With `data.overlong: split` the pieces of a row all go into the batch of the row: so
+the number of batches of a pass is known before anything is tokenized, and no piece waits over a saved state.
 """
 
 from __future__ import annotations
@@ -90,7 +93,7 @@ class EnergonSFTDataLoader:
         return self
 
     def __next__(self) -> ShardBatch:
-        """The next batch of `batch_size` rows.
+        """The next batch of `batch_size` rows; a row that was split counts as one and brings all its pieces.
 
         Raises:
             StopIteration: the validation pass is over.
@@ -101,8 +104,9 @@ class EnergonSFTDataLoader:
         self._started = True
         epoch = self._pass
         dropped: Counter[str] = Counter()
-        rows = list(self._draw_rows(dropped))
-        rows += [self._filler()] * (self._batch_size - len(rows))
+        drawn = list(self._draw_rows(dropped))
+        rows = [row for pieces in drawn for row in pieces]
+        rows += [self._filler()] * (self._batch_size - len(drawn))
         self._batches += 1
         if self._batches == self._pass_batches and self._endless:
             self._start_pass(self._pass + 1)
@@ -157,15 +161,15 @@ class EnergonSFTDataLoader:
         self._pass, self._batches, self._drawn, self._restored_inner = number, 0, 0, None
         self._consecutive_bad = 0
 
-    def _draw_rows(self, dropped: Counter[str]) -> Iterator[EncodedRow]:
-        """Up to `batch_size` usable rows; fewer when the rows of the shard end."""
+    def _draw_rows(self, dropped: Counter[str]) -> Iterator[tuple[EncodedRow, ...]]:
+        """Up to `batch_size` usable rows, each with its pieces; fewer when the rows of the shard end."""
         for _ in range(self._batch_size):
-            row = self._draw_usable(dropped)
-            if row is None:
+            pieces = self._draw_usable(dropped)
+            if pieces is None:
                 return
-            yield row
+            yield pieces
 
-    def _draw_usable(self, dropped: Counter[str]) -> EncodedRow | None:
+    def _draw_usable(self, dropped: Counter[str]) -> tuple[EncodedRow, ...] | None:
         while self._drawn < self._shard_rows:
             if self._draws is None:
                 self._draws = self._open_draws()
@@ -175,10 +179,11 @@ class EnergonSFTDataLoader:
                 self._drawn = self._shard_rows
                 return None
             self._drawn += 1
-            if isinstance(drawn, EncodedRow):
-                self._consecutive_bad = 0
-                return drawn
-            self._count(drawn, dropped)
+            if isinstance(drawn, DroppedRow):
+                self._count(drawn, dropped)
+                continue
+            self._consecutive_bad = 0
+            return drawn
         return None
 
     def _count(self, row: DroppedRow, dropped: Counter[str]) -> None:

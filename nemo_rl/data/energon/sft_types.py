@@ -45,13 +45,14 @@ class LoaderSettings:
 
 @dataclass(frozen=True, eq=False)
 class EncodedRow:
-    """One tokenized row, or a filler that completes the last batch of a pass.
+    """One tokenized row, a piece of a row that was split, or a filler that completes the last batch of a pass.
 
     Example: `EncodedRow("chat.jsonl:7", 0, input_ids=[259, 117, 260, 98], token_mask=[0, 0, 0, 1], weight=1.0)`.
     """
 
     source_id: str
-    """The row's own `id` as text, else `<file>:<0-based line>`; empty for a filler."""
+    """The row's own `id` as text, else `<file>:<0-based line>`, with `[2/3]` behind it for the second of three pieces;
+    empty for a filler."""
     shard: int
     """The logical shard it was drawn from."""
     input_ids: np.ndarray
@@ -67,6 +68,7 @@ class ShardBatch:
     """The rows of one shard for one step."""
 
     rows: tuple[EncodedRow, ...]
+    """As many as the batch size; more where rows were split, whose pieces stay together."""
     epoch: int
     """0-based pass over the rows."""
     dropped: Mapping[str, int]

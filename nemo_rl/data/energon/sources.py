@@ -33,9 +33,9 @@ class PreparedSource:
     """Rows of one pass: usable ones, at most `limit`."""
     split: str
     bad_lines: dict[int, str] = field(default_factory=dict)
-    """0-based line to the reason why it is no row; of a `.jsonl` file only."""
+    """0-based line to the reason why it is no row; of a `.jsonl` file only, up to its last row that is used."""
     skipped_lines: tuple[int, ...] = ()
-    """Bad and blank lines, sorted."""
+    """Bad and blank lines up to there, sorted."""
     subflavors: dict[str, Any] = field(default_factory=dict)
     """Of the folder's `dataset.yaml`; they select the cooker."""
     identity: dict[str, Any] = field(default_factory=dict)
@@ -100,25 +100,28 @@ def open_reader(prepared: PreparedSource) -> Any:
 
 def _prepare_jsonl(source: EnergonSourceConfig, path: Path, key: str, cache_dir: Path) -> PreparedSource:
     index = ensure_index(path, cache_dir)
-    if index.bad_lines:
-        line, reason = next(iter(index.bad_lines.items()))
-        log.warning(
-            "%s: left out %d bad lines; the first is %s:%d (%s)", path, len(index.bad_lines), path.name, line, reason
-        )
     if not index.rows:
         if index.bad_lines:
             line, reason = next(iter(index.bad_lines.items()))
             raise UserError(f"{key}.path: {path} has no usable row; line {line}, counted from 0, is {reason}")
         raise UserError(f"{key}.path: {path} has no rows")
     rows = min(index.rows, source.limit or index.rows)
+    skipped = sorted([*index.bad_lines, *index.blank_lines])
+    if rows < index.rows:
+        # Of lines behind the last row that is used, nothing is read and nothing counted.
+        skipped = [line for place, line in enumerate(skipped) if line - place < rows]
+    bad_lines = {line: index.bad_lines[line] for line in skipped if line in index.bad_lines}
+    if bad_lines:
+        line, reason = next(iter(bad_lines.items()))
+        log.warning("%s: left out %d bad lines; the first is %s:%d (%s)", path, len(bad_lines), path.name, line, reason)
     return PreparedSource(
         kind="jsonl",
         path=str(path),
         index_path=index.index_path,
         rows=rows,
         split=source.split,
-        bad_lines=index.bad_lines,
-        skipped_lines=tuple(sorted([*index.bad_lines, *index.blank_lines])),
+        bad_lines=bad_lines,
+        skipped_lines=tuple(skipped),
         identity={"name": path.name, "digest": index.digest, "rows": rows},
     )
 

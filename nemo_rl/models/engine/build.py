@@ -1,7 +1,6 @@
 """From a model directory to a trainable module: weights, attention, precision, and its place on the data axis."""
 
-import contextlib
-from collections.abc import Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,32 +24,38 @@ _ROOM = 2.0
 
 @dataclass
 class BuiltModel:
-    """A model ready to train. `sharded` says whether its parameters are split over the data axis."""
+    """A model ready to train.
+
+    Attributes:
+        module: runs forward and backward, in the compute dtype.
+        masters: the float32 parameters by name, each once, that the optimizer updates and a checkpoint keeps. They are
+            the module's own, or stand beside its copies in the compute dtype.
+        compute_dtype: of parameters and activations in forward and backward.
+        sharded: the parameters are split over the data axis.
+    """
 
     module: PreTrainedModel
+    masters: dict[str, nn.Parameter]
     compute_dtype: torch.dtype
     sharded: bool
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The masters that get gradients."""
+        return [p for p in self.masters.values() if p.requires_grad]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copies the masters to the module that computes; after an update and after a load."""
+        for name, parameter in self.module.named_parameters():
+            if parameter is not self.masters[name]:
+                parameter.copy_(self.masters[name])
 
     def reshard(self) -> None:
         """Gives up gathered parameters, which a forward without backward leaves in place of the sharded ones."""
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
-
-    def autocast(self, device: torch.device, *, enabled: bool = True) -> torch.autocast:
-        """Matmuls in the compute dtype on float32 weights; a sharded module casts its own parameters."""
-        enabled = enabled and self.compute_dtype != torch.float32 and not self.sharded
-        return torch.autocast(device.type, dtype=self.compute_dtype, enabled=enabled)
-
-    @contextlib.contextmanager
-    def weights_cast_once(self, device: torch.device) -> Generator[None]:
-        """Around several passes: each weight is cast to the compute dtype at its first use only.
-
-        The casts live as long as the outermost autocast context. Nothing but what `autocast` encloses is cast: a second
-        context, switched off, lies inside.
-        """
-        with self.autocast(device), self.autocast(device, enabled=False):
-            yield
 
 
 def _load(config: EngineConfig, hf_config: PretrainedConfig) -> PreTrainedModel:
@@ -111,6 +116,34 @@ def _shard(module: PreTrainedModel, mesh: Mesh, dtype: torch.dtype) -> None:
             part.set_force_sum_reduction_for_comms(True)
 
 
+def _split_off_masters(module: nn.Module, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    """Gives the module parameters of `dtype` and returns the float32 ones, which collect their gradients.
+
+    A gradient is added to its master as soon as backward has made it: sums over passes are float32, and no more than
+    one gradient in the compute dtype is alive.
+    """
+    masters = {}
+
+    def hand_over_to(master: nn.Parameter) -> Callable[[torch.Tensor], None]:
+        def hand_over(parameter: torch.Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            if master.grad is None:
+                master.grad = gradient.float()
+            else:
+                master.grad.add_(gradient)
+
+        return hand_over
+
+    for name, parameter in module.named_parameters():
+        master = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        parameter.data = parameter.data.to(dtype)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(hand_over_to(master))
+        masters[name] = master
+    return masters
+
+
 def build_model(config: EngineConfig, mesh: Mesh) -> BuiltModel:
     """Loads the weights as float32 and prepares them for training on this rank.
 
@@ -129,4 +162,6 @@ def build_model(config: EngineConfig, mesh: Mesh) -> BuiltModel:
     sharded = _should_shard(config, module, mesh)
     if sharded:
         _shard(module, mesh, dtype)
-    return BuiltModel(module=module, compute_dtype=dtype, sharded=sharded)
+    own = sharded or dtype == torch.float32
+    masters = dict(module.named_parameters()) if own else _split_off_masters(module, dtype)
+    return BuiltModel(module=module, masters=masters, compute_dtype=dtype, sharded=sharded)

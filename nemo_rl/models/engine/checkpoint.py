@@ -30,7 +30,7 @@ OPTIMIZER_JSON = "optimizer.json"
 def _weights(engine: Engine) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name. Tied weights appear once, so they stay tied."""
     module = engine.model.module
-    state = {name: p.detach() for name, p in module.named_parameters()}
+    state = {name: p.detach() for name, p in engine.model.masters.items()}
     persistent = set(module.state_dict().keys())
     return state | {name: b for name, b in module.named_buffers() if name in persistent}
 
@@ -40,7 +40,7 @@ def _optimizer_state(engine: Engine) -> tuple[dict[str, Tensor], dict[str, dict[
     assert engine.optimizer is not None
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    for name, parameter in engine.model.module.named_parameters():
+    for name, parameter in engine.model.masters.items():
         for entry, value in engine.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.dim() > 0:
                 tensors[f"{name}.{entry}"] = value
@@ -196,6 +196,7 @@ class EngineCheckpointer:
         """
         engine = self._engine
         _read(_weights(engine), weights_dir, engine.mesh.save_group)
+        engine.model.publish()
         if optimizer_dir is None or engine.optimizer is None or engine.schedule is None:
             return
         path = optimizer_dir / OPTIMIZER_JSON
@@ -211,7 +212,7 @@ class EngineCheckpointer:
             _fill_optimizer_state(engine.optimizer)
             tensors, _ = _optimizer_state(engine)
             _read(tensors, optimizer_dir, engine.mesh.save_group)
-            for parameter_name, parameter in engine.model.module.named_parameters():
+            for parameter_name, parameter in engine.model.masters.items():
                 state = engine.optimizer.state[parameter]
                 for entry, value in document["scalars"].get(parameter_name, {}).items():
                     old = state.get(entry)

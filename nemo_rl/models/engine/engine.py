@@ -20,6 +20,7 @@ from nemo_rl.algorithms.loss.interfaces import (
     LossInputType,
     LossType,
     MetricNormalizer,
+    metric_rule,
     trained_token_mask,
 )
 from nemo_rl.models.engine.build import build_model
@@ -86,7 +87,7 @@ class Engine:
         self.optimizer = None
         self.schedule = None
         if config.optimizer is not None:
-            self.optimizer = build_optimizer(config.optimizer, self.model.module, fused=not self.model.sharded)
+            self.optimizer = build_optimizer(config.optimizer, self.model.trainable, fused=not self.model.sharded)
             self.schedule = build_schedule(config.schedule, self.optimizer)
         self.num_steps = 0
         self.microbatch_tokens = config.microbatch_tokens
@@ -95,7 +96,7 @@ class Engine:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model, shared ones once."""
-        return sum(p.numel() for p in self.model.module.parameters())
+        return sum(p.numel() for p in self.model.masters.values())
 
     # -- the split step -----------------------------------------------------------------------------------------------
 
@@ -127,13 +128,12 @@ class Engine:
         step = self._require_step()
         step.valid_rows += float(rows["sample_mask"].double().sum())
         step.valid_tokens += float(trained_token_mask(rows).double().sum())
-        with self.model.weights_cast_once(self.mesh.device):
-            for pack in self._packs(rows, step.microbatch_tokens):
-                loss, metrics = self._loss(step.loss_fn, rows, pack)
-                loss.backward()
-                if not pack.is_filler:
-                    step.loss += loss.item()
-                    step.records.append(metrics)
+        for pack in self._packs(rows, step.microbatch_tokens):
+            loss, metrics = self._loss(step.loss_fn, rows, pack)
+            loss.backward()
+            if not pack.is_filler:
+                step.loss += loss.item()
+                step.records.append(metrics)
 
     def finish_step(self) -> StepResult:
         """Sums gradients over the data ranks, divides once, clips, updates, and closes the step.
@@ -145,7 +145,7 @@ class Engine:
             RuntimeError: no step is open.
         """
         step = self._require_step()
-        module, optimizer, schedule = self.model.module, self.optimizer, self.schedule
+        optimizer, schedule = self.optimizer, self.schedule
         assert optimizer is not None and schedule is not None
         loss_sum, valid_tokens, valid_rows = self._sum_over_ranks(step.loss, step.valid_tokens, step.valid_rows)
         count = valid_tokens if step.loss_fn.loss_type is LossType.TOKEN_LEVEL else valid_rows
@@ -156,9 +156,10 @@ class Engine:
         else:
             self._reduce_gradients()
             sharded_over = self.mesh.data_group if self.model.sharded else None
-            grad_norm = scale_and_clip(module, 1.0 / count, self.config.max_grad_norm, sharded_over)
+            grad_norm = scale_and_clip(self.model.trainable, 1.0 / count, self.config.max_grad_norm, sharded_over)
             if math.isfinite(grad_norm):
                 optimizer.step()
+                self.model.publish()
                 schedule.step()
             else:
                 skipped = "non_finite_gradient"
@@ -170,7 +171,6 @@ class Engine:
         scales = {
             MetricNormalizer.TOKENS: 1.0 / max(valid_tokens, 1.0),
             MetricNormalizer.SEQUENCES: 1.0 / max(valid_rows, 1.0),
-            MetricNormalizer.NONE: 1.0,
         }
         return StepResult(
             loss=loss_sum / max(count, 1.0),
@@ -197,11 +197,10 @@ class Engine:
         """Raw sums over this rank's rows: `loss_sum`, `valid_tokens`, `valid_rows`. Changes nothing."""
         self.model.module.eval()
         loss_sum = 0.0
-        with self.model.weights_cast_once(self.mesh.device):
-            for pack in self._packs(rows, self.microbatch_tokens):
-                loss, _ = self._loss(loss_fn, rows, pack)
-                if not pack.is_filler:
-                    loss_sum += loss.item()
+        for pack in self._packs(rows, self.microbatch_tokens):
+            loss, _ = self._loss(loss_fn, rows, pack)
+            if not pack.is_filler:
+                loss_sum += loss.item()
         self.model.reshard()
         return {
             "loss_sum": loss_sum,
@@ -269,9 +268,7 @@ class Engine:
         return packs
 
     def _head_output(self, pack: Pack) -> Tensor:
-        pack = pack.to(self.mesh.device)
-        with self.model.autocast(self.mesh.device):
-            return self.head(self.model.module, pack)
+        return self.head(self.model.module, pack.to(self.mesh.device))
 
     def _loss(self, loss_fn: LossFunction, rows: Rows, pack: Pack) -> tuple[Tensor, dict[str, float]]:
         """The raw-sum loss of a pack and its metrics."""
@@ -293,17 +290,12 @@ class Engine:
             sync_in_backward(self.model.module, True)
             (self._head_output(filler_pack()).sum() * 0.0).backward()
         elif self.mesh.size(DATA) > 1:
-            sum_over_data_ranks(self.model.module, self.mesh.data_group)
+            sum_over_data_ranks(self.model.trainable, self.mesh.data_group)
 
 
 def _normalise(
     record: dict[str, float], loss_fn: LossFunction, scales: dict[MetricNormalizer, float]
 ) -> dict[str, float]:
-    """Each metric by its stated rule; extrema stay as they are, an unlisted metric is divided like the loss."""
-    default = MetricNormalizer.TOKENS if loss_fn.loss_type is LossType.TOKEN_LEVEL else MetricNormalizer.SEQUENCES
-    return {
-        key: value
-        if key.endswith(("_min", "_max"))
-        else value * scales[loss_fn.metric_normalizations.get(key, default)]
-        for key, value in record.items()
-    }
+    """Each metric times what its rule asks for; a rule without a scale leaves it as it is."""
+    rules = {key: metric_rule(key, loss_fn.metric_normalizations, loss_fn.loss_type) for key in record}
+    return {key: value * scales.get(rules[key], 1.0) for key, value in record.items()}

@@ -1,6 +1,7 @@
 """Optimizer and learning-rate schedule from names in `torch.optim`."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,12 +35,12 @@ def check_kwargs(cls: Any, kwargs: dict[str, Any], key: str) -> list[str]:
     ]
 
 
-def build_optimizer(spec: OptimizerSpec, model: nn.Module, *, fused: bool) -> Optimizer:
-    """The optimizer over the trainable parameters of `model`.
+def build_optimizer(spec: OptimizerSpec, parameters: Sequence[nn.Parameter], *, fused: bool) -> Optimizer:
+    """The optimizer over `parameters`.
 
     Args:
         spec: class and arguments.
-        model: parameters with `requires_grad=False` are left out.
+        parameters: those to update.
         fused: use torch's one-pass kernel where the class has one and the config does not say.
 
     Raises:
@@ -52,7 +53,7 @@ def build_optimizer(spec: OptimizerSpec, model: nn.Module, *, fused: bool) -> Op
         raise UserError("; ".join(problems))
     if fused and not kwargs.get("foreach") and "fused" in inspect.signature(cls.__init__).parameters:
         kwargs.setdefault("fused", True)
-    return cls([p for p in model.parameters() if p.requires_grad], **kwargs)
+    return cls(parameters, **kwargs)
 
 
 def build_schedule(spec: ScheduleSpec, optimizer: Optimizer) -> lr_scheduler.LRScheduler:

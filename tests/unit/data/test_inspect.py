@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 from unit.data.chat_cases import DATA, case_tokenizer
 
-from nemo_rl.data.inspect import inspect_rows, render_row
+from nemo_rl.data.conversation import ConversationFields
+from nemo_rl.data.inspect import InspectOptions, inspect_rows, render_row
 from nemo_rl.utils.errors import UserError
 
 CASES = DATA / "cases"
@@ -30,7 +31,7 @@ def test_b01_row():
 
 
 def test_b06_cut_row_shows_as_far_as_it_got():
-    rows = list(inspect_rows(CASES / "b06_prompt_fills_window.jsonl", TOKENIZER, max_length=40))
+    rows = list(inspect_rows(CASES / "b06_prompt_fills_window.jsonl", TOKENIZER, InspectOptions(max_length=40)))
     assert [(row.tokens, row.trained, row.dropped) for row in rows] == [
         (29, 3, None),
         (40, 0, "no_trained_token"),
@@ -39,7 +40,7 @@ def test_b06_cut_row_shows_as_far_as_it_got():
 
 
 def test_only_the_final_turn():
-    (row,) = inspect_rows(CASES / "b01_three_turns.jsonl", TOKENIZER, only_unmask_final=True)
+    (row,) = inspect_rows(CASES / "b01_three_turns.jsonl", TOKENIZER, InspectOptions(only_unmask_final=True))
     assert row.trained_positions == tuple(range(87, 94))
 
 
@@ -82,11 +83,9 @@ def test_one_row(faulty):
 def test_other_fields(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"in": "q", "out": "a"}\n')
-    options = {"prompt_field": "in", "completion_field": "out", "system_prompt": "S"}
-    (row,) = inspect_rows(path, TOKENIZER, cooker_options=options)
+    fields = ConversationFields(prompt_field="in", completion_field="out", system_prompt="S")
+    (row,) = inspect_rows(path, TOKENIZER, InspectOptions(fields=fields))
     assert row.stretches[0] == ("<|s|>system\nS<|e|>\n<|s|>user\nq<|e|>\n<|s|>assistant\n", False)
-    with pytest.raises(UserError, match="cooker options colour are unknown"):
-        inspect_rows(path, TOKENIZER, cooker_options={"colour": "x"})
 
 
 def test_missing_file_is_refused_at_the_call(tmp_path):

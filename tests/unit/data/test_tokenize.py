@@ -5,12 +5,13 @@ templates for media.
 """
 
 import itertools
+import json
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from unit.data.chat_cases import (
     MARKED,
@@ -84,6 +85,30 @@ def test_b04_bos_is_added_once():
     assert trained_text(row) == ["Blue<|e|>"]
 
 
+@pytest.mark.parametrize("before", ["<|bos|>", "\n <|bos|>"])
+def test_b04_bos_behind_white_space_of_the_template(before):
+    tokenizer = byte_tokenizer(before.replace("\n", "{{ '\\n' }}") + PLAIN)
+    row = tokenize_conversation(tokenizer, [USER, answer("yo")], add_bos=True)
+    assert row.input_ids.count(257) == 1
+    assert row.text.startswith(before)
+
+
+@pytest.mark.parametrize(
+    ("template", "add_bos"), [("c3_writes_bos", False), ("c3_writes_bos", True), ("c0_plain", True)]
+)
+def test_b04_tokenizer_that_adds_bos_by_itself(template, add_bos):
+    """Its own rule, as many stock tokenizers have one, plays no part: the template and the switch decide."""
+    (case,) = case_rows("b02_system_first")
+    tokenizer = case_tokenizer(template)
+    expected = tokenize_conversation(tokenizer, case["messages"], add_bos=add_bos)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A <|eos|>", special_tokens=[("<|bos|>", 257), ("<|eos|>", 258)]
+    )
+    assert tokenizer("a")["input_ids"] == [257, 97, 258]
+    assert tokenize_conversation(tokenizer, case["messages"], add_bos=add_bos) == expected
+    assert (len(expected), expected.input_ids[:2], expected.input_ids.count(257)) == (66, [257, 259], 1)
+
+
 def test_b04_eos_is_added_once_and_trained_after_an_answer():
     tokenizer = case_tokenizer("c0_plain")
     row = tokenize_conversation(tokenizer, [USER, answer("yo")], add_eos=True)
@@ -104,6 +129,73 @@ def test_b05_tool_arguments(case):
     assert trained_text(row) == ['<tool>weather {"city": "Oslo"}</tool><|e|>', "Cold and wet.<|e|>"]
     assert "None" not in row.text
     assert "null" not in row.text
+
+
+def test_b05_text_that_was_encoded_twice_is_refused():
+    """112 tokens is what encoding the text of b05_tool_args_string once more gives."""
+    (case,) = case_rows("b05_tool_args_string")
+    (call,) = (turn["tool_calls"][0] for turn in case["messages"] if turn.get("tool_calls"))
+    function = call["function"]
+    function["arguments"] = json.dumps(function["arguments"])
+    with pytest.raises(UserError, match="are text, an object is needed"):
+        tokenize_conversation(case_tokenizer("c4_tools"), case["messages"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"a": None},
+        {"a": {"b": [1, 2.5, True, None, "é"]}, "c": '"quoted" \\ \n'},
+        {"z": 1, "a": 2},
+        {"n": 2**53 + 1},
+    ],
+)
+@pytest.mark.parametrize("template", ["c4_tools", "c4_tools_marked"])
+def test_b05_spellings_of_any_arguments_agree(template, arguments):
+    """Order of keys, nesting, null inside the arguments and escapes; content null, missing and empty."""
+    tokenizer = case_tokenizer(template)
+    spellings = [arguments, json.dumps(arguments), json.dumps(arguments, ensure_ascii=False, indent=2)]
+    turns = [{}, {"content": None}, {"content": ""}]
+    rows = [
+        tokenize_conversation(
+            tokenizer,
+            [USER, {"role": "assistant", **turn, "tool_calls": [{"function": {"name": "f", "arguments": spelling}}]}],
+        )
+        for spelling in spellings
+        for turn in turns
+    ]
+    assert all(row == rows[0] for row in rows)
+    assert trained_text(rows[0]) == [f"<tool>f {json.dumps(arguments, ensure_ascii=False)}</tool><|e|>"]
+
+
+@pytest.mark.parametrize("turns", ["saua", "uau", "ua", "auaa", "sasuatt"])
+def test_b01_last_assistant_turn_wherever_it_stands(turns):
+    """`only_unmask_final` means the last turn of the assistant, not the last turn."""
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    messages = [{"role": roles[letter], "content": f"text {place}"} for place, letter in enumerate(turns)]
+    for template in ("c0_plain", "c0_marked", "c4_tools", "c4_tools_marked"):
+        row = tokenize_conversation(case_tokenizer(template), messages, only_unmask_final=True)
+        assert trained_text(row) == [f"text {turns.rindex('a')}<|e|>"]
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "inline"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_b02_reasoning_in_a_field_of_its_own(field, marked):
+    """Old reasoning is dropped from either place; each answer is there once."""
+    template = REASONING_MARKED if marked else REASONING_PLAIN
+    source = "m.reasoning_content if m.reasoning_content else (" if field != "inline" else "("
+    template = template.replace("set thought = ", f"set thought = {source}").replace("else '' -%}", "else '') -%}", 1)
+
+    def turn(thought, words):
+        if field == "inline":
+            return answer(f"<think>{thought}</think>{words}")
+        return {**answer(words), "reasoning_content": thought}
+
+    row = tokenize_conversation(byte_tokenizer(template), [USER, turn("old", "one"), USER, turn("new", "two")])
+    assert trained_text(row) == ["one<|e|>", "<think>\nnew\n</think>\n\ntwo<|e|>"]
+    assert row.text.count("one") == row.text.count("two") == 1
+    assert "old" not in row.text
 
 
 def test_b06_prompt_fills_the_window():

@@ -20,7 +20,7 @@ def policy(**settings: Any) -> PolicyConfig:
 def rates(config: PolicyConfig, steps: int) -> list[float]:
     """The rate that each of the first `steps` steps uses."""
     model = torch.nn.Linear(1, 1)
-    optimizer = build_optimizer(config.optimizer_spec(), model, fused=False)
+    optimizer = build_optimizer(config.optimizer_spec(), list(model.parameters()), fused=False)
     schedule = build_schedule(config.schedule_spec(), optimizer)
     out = []
     for _ in range(steps):

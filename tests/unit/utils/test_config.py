@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from nemo_rl.utils.config import ConfigModel, load_config, validate_config
-from nemo_rl.utils.config_problems import recipe_names
+from nemo_rl.utils.config_names import recipe_names
 from nemo_rl.utils.errors import ConfigError, UserError
 
 
@@ -30,8 +30,11 @@ class Policy(ConfigModel):
 
 
 class Source(ConfigModel):
+    model_config = ConfigDict(populate_by_name=True)
+
     path: str
     split: str = "train"
+    origin: str | None = Field(default=None, alias="of")
 
 
 class Blend(ConfigModel):
@@ -142,7 +145,10 @@ def test_good_config_comes_back_typed():
         ("policy.train_micro_batch_size", "four", "policy.train_micro_batch_size: expected a whole number, got 'four'"),
         ("policy.train_micro_batch_size", 0, "policy.train_micro_batch_size: expected 1 or more, got 0"),
         ("policy.train_micro_batch_size", 1.5, "policy.train_micro_batch_size: expected a whole number, got 1.5"),
+        ("policy.train_micro_batch_size", True, "policy.train_micro_batch_size: expected a whole number, got True"),
         ("policy.max_grad_norm", "big", "policy.max_grad_norm: expected a number, got 'big'"),
+        ("policy.max_grad_norm", True, "policy.max_grad_norm: expected a number, got True"),
+        ("policy.max_grad_norm", float("inf"), "policy.max_grad_norm: expected a finite number, got inf"),
         (
             "policy.sequence_packing.enabled",
             "yes please",
@@ -156,7 +162,16 @@ def test_good_config_comes_back_typed():
         ("policy.model_name", 7, "policy.model_name: expected text, got 7"),
         ("policy.sequence_packing", 3, "policy.sequence_packing: expected a section of `key: value` lines, got 3"),
         ("data.cookers", [{"path": 1}], "data.cookers.0.path: expected text, got 1"),
-        ("data.cookers", [{"pth": "x"}], "data.cookers.0.pth: unknown key"),
+        (
+            "data.cookers",
+            [{"path": "x"}, {"pth": "x"}],
+            "data.cookers.1.pth: unknown key, did you mean data.cookers.1.path?",
+        ),
+        (
+            "data.cookers",
+            [{"path": "x", "zzz": 1}],
+            "data.cookers.0.zzz: unknown key; data.cookers.0 has of, path, split",
+        ),
         ("data.named", {"a": {"path": 1}}, "data.named.a.path: expected text, got 1"),
         ("sft.val_at_end", True, "sft: val_at_end needs val_period above 0"),
         ("zzz", 1, "zzz: unknown key; the top level has data, policy, sft"),
@@ -178,6 +193,12 @@ def test_all_problems_come_at_once_and_a_misspelled_key_counts_once():
 def test_a_validator_of_one_branch_of_a_union_names_the_key_in_the_file():
     raw = with_key("data.train", {"weights": [0.0]})
     assert "data.train.weights: every weight must be above 0" in problems_of(raw)
+
+
+@pytest.mark.parametrize("name", ["of", "origin"])
+def test_both_names_of_a_key_are_known(name: str):
+    config, _ = validate_config(Master, with_key(f"data.train.{name}", "here"))
+    assert isinstance(config.data.train, Source) and config.data.train.origin == "here"
 
 
 def test_names_that_only_recipes_hold_are_accepted_and_listed():
@@ -230,6 +251,13 @@ def test_defaults_overrides_and_interpolation(tmp_path: Path):
     assert isinstance(config["third"], int) and isinstance(config["lr"], float)
 
 
+def test_an_override_adds_to_a_section_and_replaces_anything_else(tmp_path: Path):
+    path = write(tmp_path / "c.yaml", "a: {x: 1, y: 2}\nb: [1, 2]\nc: 3\nd: ${nowhere}\n")
+    words = ["a={y: 4, z: 5}", "b={x: 1}", "c=[7]", "d={x: 2}"]
+    assert load_config(path, words) == {"a": {"x": 1, "y": 4, "z": 5}, "b": {"x": 1}, "c": [7], "d": {"x": 2}}
+    assert load_config(path, ["a=[1]", "b=[3]", "d=0"]) == {"a": [1], "b": [3], "c": 3, "d": 0}
+
+
 def test_scalars_mean_what_a_reader_expects(tmp_path: Path):
     path = write(
         tmp_path / "c.yaml", "a: 1e-5\nb: 10:00:00:00\nc: 5.e-6\nd: '1e-5'\ne: 2020-01-01\nf: -3\ng: no\nh: -1E5\ni:\n"
@@ -258,6 +286,7 @@ def test_scalars_mean_what_a_reader_expects(tmp_path: Path):
         ("defaults: none.yaml", [], r"none\.yaml: no such config file"),
         ("defaults: c.yaml", [], r"c\.yaml: `defaults` goes in a circle"),
         ("defaults: 3", [], r"defaults: expected a file name"),
+        ("a: &x {b: *x}", [], r"c\.yaml: sections are nested too deep, or one of them holds itself"),
         ("a: 1", ["a"], r"'a': an override is written key=value"),
         ("a: 1", ["=3"], r"an override is written key=value"),
         ("a: 1", ["a={"], r"a=\{, line 1: not valid YAML"),

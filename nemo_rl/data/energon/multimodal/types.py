@@ -18,8 +18,8 @@ Cook = Callable[[Mapping[str, Any]], Conversation]
 """A cooked row. Raises `UserError` (or anything else) for a row that it can't read: the row is left out and counted."""
 
 Encode = Callable[[Conversation], "list[TokenizedConversation] | str"]
-"""The row of a conversation as a list of one, or the reason why it is left out. `RowRefusedError` ends the run; any
-other exception leaves the row out."""
+"""The row of a conversation as a list of one, or of its pieces, or the reason why it is left out. `RowRefusedError`
+ends the run; any other exception leaves the row out."""
 
 
 class RowRefusedError(UserError):
@@ -34,7 +34,7 @@ class EncoderSettings:
     max_sequence_length: int
     """Tokens."""
     only_unmask_final: bool = False
-    overlong: Literal["truncate", "drop", "fail"] = "truncate"
+    overlong: Literal["truncate", "drop", "split", "fail"] = "truncate"
     add_bos: bool = False
     add_eos: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.data.config import DataConfig
 from nemo_rl.data.energon.replica import ReplicaLoaders
+from nemo_rl.data.energon.sft_dataloader import build_energon_sft_loader
 from nemo_rl.data.energon.sft_types import LoadedBatch
+from nemo_rl.data.energon.sources import prepare_source
 from nemo_rl.utils.errors import RunError, UserError
 
 from .conftest import loaders, write_rows
@@ -188,6 +191,123 @@ def test_b12_fewer_rows_than_places(
         assert all((len(row.input_ids), row.token_mask.sum(), row.source_id) == (2, 0, "") for row in fillers)
         assert [row.shard for batch in batches for row in batch.rows] == sorted(every * per_shard) * steps
     source.close()
+
+
+@pytest.mark.parametrize("processes", [0, 4])
+def test_b12_three_rows_on_two_replicas(
+    tokenizer: PreTrainedTokenizerBase, case: Callable[[str], Path], processes: int
+):
+    """Global batch 2; four loader processes are taken as one."""
+    path = case("b12_three_rows.jsonl")
+    seen = []
+    for shard in (0, 1):
+        energon = {"num_workers": processes}
+        source = loaders(tokenizer, path, shards=(shard,), num_shards=2, rows_per_shard=1, energon=energon)
+        seen += [name for batch in take(source, 2) for name in ids(batch) if name]
+        source.close()
+    assert sorted(seen) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "lengths", "dropped"),
+    [
+        ("truncate", [30, 34, 50, 64], {"no_trained_token": 1}),
+        ("drop", [30, 34, 50, 64], {"overlong": 1}),
+        # Only the third piece of the long row, 22 tokens, has something to train.
+        ("split", [22, 30, 34, 50, 64], {}),
+    ],
+)
+def test_b08_rows_over_the_window(
+    tokenizer: PreTrainedTokenizerBase,
+    case: Callable[[str], Path],
+    policy: str,
+    lengths: list[int],
+    dropped: dict[str, int],
+):
+    path = case("b08_lengths_30_150_50_64_34.jsonl")
+    source = loaders(tokenizer, path, rows_per_shard=5, max_length=64, data={"overlong": policy})
+    batch = source.next_train()
+    source.close()
+    assert sorted(len(row.input_ids) for row in batch.rows if row.weight) == lengths
+    assert batch.dropped == dropped
+
+
+def test_b08_fail_names_the_row_in_a_short_line(tokenizer: PreTrainedTokenizerBase, case: Callable[[str], Path]):
+    path = case("b08_lengths_30_150_50_64_34.jsonl")
+    source = loaders(tokenizer, path, rows_per_shard=5, max_length=64, data={"overlong": "fail"})
+    with pytest.raises(UserError, match=r"jsonl:1 of .*: 150 tokens, 64 allowed") as error:
+        source.next_train()
+    source.close()
+    assert len(str(error.value).replace(str(path), "")) < 200
+
+
+def test_b08_a_row_of_no_token_is_left_out(tokenizer: PreTrainedTokenizerBase, tmp_path: Path):
+    """A template that shows only the words, and turns without any."""
+    path = tmp_path / "rows.jsonl"
+    empty = {"messages": [{**USER, "content": ""}, {**ANSWER, "content": ""}]}
+    path.write_text("\n".join(map(json.dumps, [{"messages": [USER, ANSWER]}, empty])))
+    template, tokenizer.chat_template = tokenizer.chat_template, "{% for m in messages %}{{ m.content }}{% endfor %}"
+    try:
+        source = loaders(tokenizer, path, rows_per_shard=2)
+        batch = source.next_train()
+        source.close()
+    finally:
+        tokenizer.chat_template = template
+    assert batch.dropped == {"empty": 1}
+    assert [row.source_id for row in batch.rows if row.weight] == ["rows.jsonl:0"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "cook_error"),
+        ([{"role": "system", "content": "s"}], "no_trained_token"),
+        ([USER], "no_trained_token"),
+        ([USER, {"role": "assistant", "content": None}], "cook_error"),
+        ([USER, {"role": "assistant"}], "cook_error"),
+        ([ANSWER, USER], None),
+        ([ANSWER], None),
+        ([USER, ANSWER, USER], None),
+    ],
+)
+def test_odd_rows_follow_one_rule_each(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, messages: list[dict], reason: str | None
+):
+    """Beside a good row, which is read in any case: rows read = rows trained + rows dropped."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": one}) for one in ([USER, ANSWER], messages)))
+    source = loaders(tokenizer, path, rows_per_shard=2)
+    batch = source.next_train()
+    source.close()
+    assert batch.dropped == ({} if reason is None else {reason: 1})
+    real = [row for row in batch.rows if row.weight]
+    assert len(real) + sum(batch.dropped.values()) == 2
+    assert {int(row.token_mask.sum()) for row in real} == {2}
+
+
+def test_b06_final_turn_behind_the_window(tokenizer: PreTrainedTokenizerBase, tmp_path: Path):
+    """The first answer is inside, but with the last turn only nothing is left to train."""
+    path = tmp_path / "rows.jsonl"
+    turns = [USER, ANSWER, {"role": "user", "content": "x" * 40}, ANSWER]
+    path.write_text("\n".join(json.dumps({"messages": messages}) for messages in (turns, [USER, ANSWER])))
+    config = DataConfig.model_validate({"train": {"path": str(path)}})
+    for final, dropped in ((False, {}), (True, {"no_trained_token": 1})):
+        loader = build_energon_sft_loader(
+            data_config=config,
+            prepared=prepare_source(config.train),
+            tokenizer=tokenizer,
+            batch_size=2,
+            max_sequence_length=40,
+            split_role="train",
+            shard=0,
+            num_logical_shards=1,
+            only_unmask_final=final,
+            seed=0,
+        )
+        batch = next(loader)
+        loader.close()
+        assert batch.dropped == dropped
+        assert sum(int(row.token_mask.sum()) for row in batch.rows) == (2 if final else 4)
 
 
 def write_mixed(path: Path) -> Path:

@@ -147,6 +147,37 @@ def test_limit_takes_the_first_rows(tmp_path: Path):
     assert prepare(path, limit=40).rows == 10
 
 
+def test_limit_counts_the_bad_lines_it_passes(tmp_path: Path):
+    path = tmp_path / "mixed.jsonl"
+    path.write_bytes(b"\n".join([b"x", GOOD, b"", b"y", GOOD, b"z", GOOD, b"[]"]))
+    for limit, bad in {1: [0], 2: [0, 3], 3: [0, 3, 5, 7], 9: [0, 3, 5, 7]}.items():
+        prepared = prepare(path, limit=limit)
+        assert list(prepared.bad_lines) == bad
+        rows = read_all(prepared)[: prepared.rows]
+        assert [row["where"] for row in rows] == ["mixed.jsonl:1", "mixed.jsonl:4", "mixed.jsonl:6"][:limit]
+
+
+# All that Python takes for the end of a line; JSON wants those below a space escaped.
+SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\r"
+
+
+@pytest.mark.parametrize("place", ["id", "key", "question", "last character of the line"])
+def test_b13_separators_anywhere_in_a_row(tmp_path: Path, place: str):
+    text = f"a{SEPARATORS}b\u2028"
+    row = {"id": 1, "question": "q", "answer": "a"}
+    row |= {text: "x"} if place == "key" else {"answer" if place.startswith("last") else place: text}
+    # CR LF ends the first line, and the file ends without LF.
+    path = tmp_path / "rows.jsonl"
+    line = json.dumps(row, ensure_ascii=False)
+    path.write_bytes(f"{line}\r\n{line}".encode())
+    assert len(line.splitlines()) > 1
+    prepared = prepare(path)
+    assert (prepared.rows, prepared.bad_lines) == (2, {})
+    for number, read in enumerate(read_all(prepared)):
+        assert read.pop("where") == f"rows.jsonl:{number}"
+        assert read == row
+
+
 def test_shards_differ_by_at_most_one_row():
     for rows in (1, 2, 3, 7, 24, 1319):
         for shards in (1, 2, 3, 4, 8):

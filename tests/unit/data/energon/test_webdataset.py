@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.energon.config import EnergonSourceConfig
 from nemo_rl.data.energon.sources import PreparedSource, prepare_source
-from nemo_rl.utils.errors import UserError
+from nemo_rl.utils.errors import RunError, UserError
 
 from .conftest import loaders
 
@@ -127,6 +127,87 @@ def test_a_changed_shard_changes_the_identity(folder: Path):
     after = prepare(folder)
     assert before.identity["digest"] != after.identity["digest"]
     assert (before.rows, before.identity["name"]) == (after.rows, after.identity["name"])
+
+
+def test_b12_each_kind_of_missing_data_has_its_own_message(folder: Path, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"data.train.path: .*/empty is a folder without .tar files"):
+        prepare(tmp_path / "empty")
+    prepare(folder)
+    with pytest.raises(UserError, match=r"data.train.split: .* has no split 'test'"):
+        prepare(folder, "test")
+    info = folder / ".nv-meta" / ".info.json"
+    counts = json.loads(info.read_text())
+    counts["shard_counts"]["b-1.tar"] = 0
+    info.write_text(json.dumps(counts))
+    with pytest.raises(UserError, match=r"data.train.path: shard b-1.tar of .* has no rows"):
+        prepare(folder)
+
+
+@pytest.mark.parametrize(
+    ("shards", "said"),
+    [
+        ({"a": ["1.json"], "b": ["2.json", "1.json"]}, r"1 in shard b.tar is also the key of a row in shard a.tar"),
+        ({"a": ["1.json", "2.json", "1.txt"]}, r"1 in shard a.tar is also the key of a row in shard a.tar"),
+        ({"a": ["1.json", "1.json"]}, r"shard .*/a.tar holds 1.json more than once"),
+        ({"a": ["1.json", "2.json", "1.json"]}, r"shard .*/a.tar holds 1.json more than once"),
+        ({"a": ["1.json"], "b": ["README"]}, r"shard .*/b.tar has no row: a member such as README has no key"),
+        ({"a": []}, r"shard .*/a.tar is empty"),
+    ],
+)
+def test_shards_that_cannot_be_indexed_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], shards: dict[str, list[str]], said: str
+):
+    """Rows that share a key or a name, and shards without a row. A second try says the same."""
+    for name, members in shards.items():
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as tar:
+            for member in members:
+                info = tarfile.TarInfo(member)
+                info.size = len(row(0))
+                tar.addfile(info, io.BytesIO(row(0)))
+    for _ in range(2):
+        with pytest.raises(UserError, match=said) as error:
+            prepare(tmp_path)
+        assert "\n" not in str(error.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_shard_damaged_after_it_was_prepared_is_named_at_the_start(folder: Path):
+    prepare(folder)
+    content = (folder / "b-1.tar").read_bytes()
+    (folder / "b-1.tar").write_bytes(content[:3000])
+    with pytest.raises(UserError, match=r"shard b-1.tar of .* is damaged: it has 3000 bytes, its index goes to byte"):
+        prepare(folder)
+    (folder / "b-1.tar").write_bytes(content)
+    (folder / "b-1.tar.idx").unlink()
+    with pytest.raises(UserError, match=r"the index of shard b-1.tar can't be read .*delete .*nv-meta"):
+        prepare(folder)
+
+
+def test_a_row_overwritten_by_zeros_ends_the_run_naming_the_shard(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, capfd: pytest.CaptureFixture[str]
+):
+    """A length that is right says nothing of the bytes; the header of the 15th row, the fifth of its shard, is gone."""
+    prepare(folder)
+    with (folder / "b-1.tar").open("r+b") as file:
+        file.seek(4 * 1024)
+        file.write(bytes(512))
+    said = r"shards: row \d+ of split train, counted from 0, can't be read: .*b-1.tar.*: the shard is damaged"
+    with pytest.raises(RunError, match=said) as error:
+        numbers(tokenizer, folder, 6)
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_shard_cut_off_under_a_run_ends_it(tokenizer: PreTrainedTokenizerBase, folder: Path):
+    source = loaders(tokenizer, folder, rows_per_shard=4, data={"shuffle": False})
+    source.next_train()
+    content = (folder / "b-1.tar").read_bytes()
+    (folder / "b-1.tar").write_bytes(content[:3000])
+    with pytest.raises(RunError, match=r"row \d+ of split train.* can't be read: .*: the shard is damaged"):
+        for _ in range(5):
+            source.next_train()
+    source.close()
 
 
 def test_bad_folders_are_named(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):

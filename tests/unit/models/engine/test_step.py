@@ -15,6 +15,7 @@ from tiny import make_model_dir, make_rows, select_rows
 
 from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
 from nemo_rl.algorithms.loss.loss_functions import NLLLossFn
+from nemo_rl.models.engine.checkpoint import EngineCheckpointer
 from nemo_rl.models.engine.config import EngineConfig, OptimizerSpec, ParallelSizes, ScheduleSpec
 from nemo_rl.models.engine.engine import Engine
 from nemo_rl.models.engine.mesh import Mesh, build_mesh
@@ -174,3 +175,43 @@ def test_unknown_optimizer_and_argument_are_named(model_dir: Path, mesh: Mesh) -
         make_engine(model_dir, mesh, optimizer=OptimizerSpec(name="os.system"))
     with pytest.raises(UserError, match="learning_rate"):
         make_engine(model_dir, mesh, optimizer=OptimizerSpec(name="AdamW", kwargs={"learning_rate": 1e-3}))
+
+
+def test_bf16_computes_on_copies_of_float32_masters(model_dir: Path, mesh: Mesh) -> None:
+    """Updates too small for bfloat16 still add up, and what computes is always the rounded master."""
+    spec = OptimizerSpec(name="SGD", kwargs={"lr": 1e-6})
+    engine = make_engine(model_dir, mesh, precision="bfloat16", optimizer=spec)
+    start = {name: p.detach().clone() for name, p in engine.model.masters.items()}
+    for seed in range(5):
+        step(engine, make_rows(6, seed=seed))
+    moved = 0
+    for name, copy in engine.model.module.named_parameters():
+        master = engine.model.masters[name]
+        assert (copy.dtype, master.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(copy, master.to(torch.bfloat16))
+        assert copy.grad is None
+        moved += int((master != start[name]).sum())
+    assert moved > sum(p.numel() for p in start.values()) // 2
+
+
+def test_bf16_is_close_to_float32_for_any_cut(model_dir: Path, mesh: Mesh) -> None:
+    rows = make_rows(12)
+    exact = step(make_engine(model_dir, mesh), rows)
+    for budget in (16, 100, 10_000):
+        rounded = step(make_engine(model_dir, mesh, precision="bfloat16", microbatch_tokens=budget), rows)
+        assert rounded.loss == pytest.approx(exact.loss, rel=5e-3)
+        assert rounded.grad_norm == pytest.approx(exact.grad_norm, rel=2e-2)
+
+
+def test_bf16_checkpoint_keeps_the_masters(model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
+    engine = make_engine(model_dir, mesh, precision="bfloat16")
+    step(engine, make_rows(4, seed=1))
+    checkpointer = EngineCheckpointer(engine)
+    checkpointer.save(tmp_path / "weights", tmp_path / "optimizer")
+    checkpointer.wait()
+    resumed = make_engine(model_dir, mesh, precision="bfloat16")
+    EngineCheckpointer(resumed).load(tmp_path / "weights", tmp_path / "optimizer")
+    for name, master in engine.model.masters.items():
+        assert torch.equal(resumed.model.masters[name], master)
+    assert step(resumed, make_rows(4, seed=2)).loss == step(engine, make_rows(4, seed=2)).loss
+    assert same(weights(resumed), weights(engine))
