@@ -109,6 +109,7 @@ def test_a_checkpoint_holds_counters_config_weights_and_loaders(straight_run: Fi
     for step, folder in zip(SAVED, folders, strict=True):
         assert sorted(path.name for path in folder.iterdir()) == [
             "config.yaml",
+            "digests.json",
             "loaders",
             "policy",
             "training_info.json",
