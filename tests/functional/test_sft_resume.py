@@ -135,7 +135,7 @@ def b14_run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finishe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", range(1, B14_STEPS))
-def test_a_run_can_be_cut_after_each_step(b14_run: FinishedRun, inputs: Inputs, tmp_path: Path, step: int) -> None:
+def test_b15_a_run_can_be_cut_after_each_step(b14_run: FinishedRun, inputs: Inputs, tmp_path: Path, step: int) -> None:
     """What a kill leaves: the checkpoint of the step, an unfinished one, records of later steps, half a line."""
     config = write_config(
         tmp_path,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -53,20 +52,13 @@ def test_a_missing_argument_is_exit_code_2(capfd) -> None:
 
 
 def test_help_lists_the_commands_and_imports_nothing_heavy() -> None:
-    """Half a second on an idle machine; other load is allowed for by taking the best of five."""
+    """What makes help slow is what it imports; how long it takes is not tested."""
     heavy = "torch ray transformers numpy pydantic omegaconf megatron tensordict matplotlib"
     program = (
         "import sys; from nemo_rl.cli.main import main; code = main(['--help']);"
         f"loaded = [name for name in '{heavy}'.split() if name in sys.modules];"
         "sys.exit(f'imported {loaded}' if loaded else code)"
     )
-    best = float("inf")
-    for _ in range(5):
-        started = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-        best = min(best, time.perf_counter() - started)
-        assert done.returncode == 0, done.stderr
-        if best < 0.5:
-            break
-    assert best < 0.5
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     assert all(word in done.stdout for word in ("sft", "check", "data", "export", "report"))
