@@ -52,6 +52,7 @@ class WorkerHost:
         Raises:
             UserError: there is no such class.
         """
+        # From the driver through Ray, whose token guards that way; never from a file.
         args, kwargs = cloudpickle.loads(arguments)
         self._worker = import_class(class_name)(*args, **kwargs)
         return hasattr(self._worker, "join_rendezvous")

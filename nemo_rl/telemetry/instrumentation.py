@@ -156,7 +156,7 @@ def record_teed_metrics(values: Mapping[str, float]) -> None:
         metric = _teed[key]
         try:
             meter.create_gauge(metric.name, unit=metric.unit, description=metric.description).set(values[key])
-        except Exception:
+        except Exception:  # an exporter may raise anything, and none of it may stop the training
             logger.warning("telemetry did not take the metric %s", metric.name, exc_info=True)
 
 
