@@ -6,6 +6,7 @@ Not covered here: GPUs, bf16, and replicas of more than one rank.
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from nemo_rl.models.engine.engine import Engine
 from nemo_rl.models.engine.mesh import build_mesh
 
 STEPS, ROWS = 4, 12
+ENGINE = "nemo_rl.models.engine"
 SCHEDULE = ScheduleSpec(
     phases=(
         OptimizerSpec(name="LinearLR", kwargs={"start_factor": 0.5, "total_iters": 2}),
@@ -112,6 +114,12 @@ def run_rank(rank: int, world: int, model: Path, work: Path, out: Any) -> None:
             results[f"budget {budget}"] = train(engine, rank, world, range(STEPS))
         recomputing = Engine(engine_config(model, activation_checkpointing=True), mesh)
         results["recomputed"] = train(recomputing, rank, world, range(STEPS))
+        with (
+            mock.patch(f"{ENGINE}.engine.compiles_per_shape", return_value=True),
+            mock.patch(f"{ENGINE}.attention.compiles_per_shape", return_value=True),
+        ):
+            rounded = Engine(engine_config(model), mesh)
+            results["rounded shapes"] = train(rounded, rank, world, range(STEPS))
         for mode in ("replicate", "shard"):
             engine = Engine(engine_config(model), mesh)
             EngineCheckpointer(engine).load(work / mode / "weights", work / mode / "optimizer")
@@ -134,7 +142,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return collected
 
 
-@pytest.mark.parametrize("layout", ["auto", "replicate", "shard", "budget 16", "budget 100000", "recomputed"])
+@pytest.mark.parametrize(
+    "layout", ["auto", "replicate", "shard", "budget 16", "budget 100000", "recomputed", "rounded shapes"]
+)
 def test_every_layout_trains_like_a_plain_loop(results: dict[str, Any], layout: str) -> None:
     for ours, plain in zip(results[layout], results["plain"], strict=True):
         assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-5)

@@ -12,11 +12,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from nemo_rl.models.engine.precision import compiles_per_shape
+
 ATTENTION_NAME = "per_document"
 
 # The backward of torch's fused CPU kernel takes several times that of the plain formula on short documents, and wins on
 # long ones; `python benchmarks/attention.py` shows where they cross.
 _EXPLICIT_UP_TO = 256
+
+# What the lengths of documents are rounded up to there, where every new shape costs a kernel.
+_LENGTH_MULTIPLE = 32
 
 
 class DocumentGroup(NamedTuple):
@@ -75,6 +80,8 @@ def per_document_attention(
 ) -> tuple[Tensor, None]:
     """query `[1, H, T, D]`, key and value `[1, KV, T, D]` to `[1, T, H, D]`; no token sees another document.
 
+    Positions behind the last document come out as 0.
+
     Raises:
         ValueError: the model did not pass the pack's `documents` on, or uses attention sinks.
     """
@@ -83,6 +90,7 @@ def per_document_attention(
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} uses attention sinks: it can't be packed yet")
     heads, kv_heads = query.size(1), key.size(1)
+    multiple = _LENGTH_MULTIPLE if compiles_per_shape(query.device, query.dtype) else 1
     outputs = []
     for start, end, count in documents:
         length = (end - start) // count
@@ -95,7 +103,10 @@ def per_document_attention(
         short = query.device.type == "cpu" and length <= _EXPLICIT_UP_TO
         if short or softcap is not None:
             scale = q.size(-1) ** -0.5 if scaling is None else scaling
+            # Positions behind a document's end are seen by no position of it.
+            q, k, v = (F.pad(x, (0, 0, 0, -length % multiple)) for x in (q, k, v))
             out = _explicit_attention(q, k, v, scale=scale, window=window, softcap=softcap, dropout=dropout)
+            out = out[:, :, :length]
         else:
             out = F.scaled_dot_product_attention(
                 q,
@@ -108,6 +119,7 @@ def per_document_attention(
                 enable_gqa=heads != kv_heads,
             )
         outputs.append(out.transpose(1, 2).reshape(end - start, heads, -1))
+    outputs.append(outputs[0].new_zeros(query.size(2) - documents[-1].end, *outputs[0].shape[1:]))
     return torch.cat(outputs)[None], None
 
 

@@ -28,8 +28,9 @@ from nemo_rl.models.engine.config import DATA, EngineConfig
 from nemo_rl.models.engine.gradients import scale_and_clip, sum_over_data_ranks, sync_in_backward
 from nemo_rl.models.engine.heads import Head, LMHead
 from nemo_rl.models.engine.mesh import Mesh
-from nemo_rl.models.engine.microbatch import Pack, build_pack, filler_pack, plan_packs
+from nemo_rl.models.engine.microbatch import SHAPE_MULTIPLE, Pack, build_pack, filler_pack, plan_packs
 from nemo_rl.models.engine.optimizer import build_optimizer, build_schedule
+from nemo_rl.models.engine.precision import compiles_per_shape
 
 log = logging.getLogger(__name__)
 
@@ -260,7 +261,8 @@ class Engine:
         active = target_mask.any(1).nonzero().squeeze(1).tolist()
         lengths = rows["input_lengths"].tolist()
         groups = plan_packs([lengths[i] for i in active], budget)
-        packs = [build_pack(rows, [active[i] for i in group], target_mask) for group in groups]
+        multiple = SHAPE_MULTIPLE if compiles_per_shape(self.mesh.device, self.model.compute_dtype) else 1
+        packs = [build_pack(rows, [active[i] for i in group], target_mask, multiple) for group in groups]
         if self.model.sharded:
             most = torch.tensor([len(packs)])
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.mesh.data_group)

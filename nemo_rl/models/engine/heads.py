@@ -35,7 +35,7 @@ class LMHead:
             use_cache=False,
             logits_to_keep=pack.head_positions,
             documents=pack.documents,
-        ).logits[0]
+        ).logits[0, : len(pack.targets)]
         parts = [
             -F.cross_entropy(rows.float(), targets, reduction="none")
             for rows, targets in zip(logits.split(_LOGIT_ROWS), pack.targets.split(_LOGIT_ROWS), strict=True)

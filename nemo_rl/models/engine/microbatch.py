@@ -9,9 +9,13 @@ from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl.models.engine.attention import DocumentGroup
+
+# What lengths of packs and numbers of head positions are rounded up to where every new shape costs a kernel.
+SHAPE_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
@@ -20,10 +24,11 @@ class Pack:
 
     Attributes:
         rows: indices of the rows in the microbatch, int64 `[n]`.
-        input_ids: int64 `[1, T]`.
+        input_ids: int64 `[1, T]`; behind the last document may be positions that belong to none.
         position_ids: int64 `[1, T]`; each document starts at 0.
         documents: borders, grouped by equal length.
-        head_positions: int64 `[K]`, positions of the pack whose next token is a target.
+        head_positions: int64 `[at least K]`, positions of the pack whose next token is a target, in order; any further
+            ones repeat position 0.
         targets: int64 `[K]`, the token after each of them.
         target_rows: int64 `[K]`, row of each target, counted inside the pack.
         target_columns: int64 `[K]`, column of each target in its row, 1 to S-1.
@@ -69,13 +74,14 @@ def plan_packs(lengths: list[int], budget: int) -> list[list[int]]:
     return groups
 
 
-def build_pack(batch: Mapping[str, Tensor], rows: list[int], target_mask: Tensor, *, is_filler: bool = False) -> Pack:
+def build_pack(batch: Mapping[str, Tensor], rows: list[int], target_mask: Tensor, multiple: int = 1) -> Pack:
     """Lays `rows` of a padded batch end to end.
 
     Args:
         batch: `input_ids [B, S]`, `input_lengths [B]`.
         rows: indices into the batch; equal lengths side by side.
         target_mask: bool `[B, S]`; True in column t where token t is a target. Column 0 must be False.
+        multiple: the pack's length and its number of head positions are rounded up to this.
     """
     lengths = [int(n) for n in batch["input_lengths"][rows]]
     index = torch.as_tensor(rows)
@@ -95,15 +101,18 @@ def build_pack(batch: Mapping[str, Tensor], rows: list[int], target_mask: Tensor
         at += count * length
     return Pack(
         rows=index,
-        input_ids=input_ids[None],
-        position_ids=position_ids[None],
+        input_ids=_fill(input_ids, multiple)[None],
+        position_ids=_fill(position_ids, multiple)[None],
         documents=tuple(documents),
-        head_positions=head_positions,
+        head_positions=_fill(head_positions, multiple),
         targets=input_ids[head_positions + 1],
         target_rows=target_rows,
         target_columns=target_columns,
-        is_filler=is_filler,
     )
+
+
+def _fill(values: Tensor, multiple: int) -> Tensor:
+    return F.pad(values, (0, -len(values) % multiple))
 
 
 def filler_pack() -> Pack:

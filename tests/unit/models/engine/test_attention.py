@@ -45,6 +45,23 @@ def test_matches_each_document_alone(
     torch.testing.assert_close(out[0], reference(q, k, v, window, softcap), rtol=1e-5, atol=1e-5)
 
 
+def test_rounded_lengths_change_no_output_and_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_LENGTH_MULTIPLE", 4)
+    torch.manual_seed(0)
+    # Positions 18 and 19 belong to no document.
+    tensors = [torch.randn(1, heads, 20, 8, requires_grad=True) for heads in (4, 2, 2)]
+    weights = torch.randn(1, 20, 4, 8)
+    outputs, gradients = [], []
+    for rounded in (False, True):
+        monkeypatch.setattr(attention, "compiles_per_shape", lambda *_, rounded=rounded: rounded)
+        out, _ = per_document_attention(nn.Identity(), *tensors, None, documents=GROUPS)
+        outputs.append(out)
+        gradients.append(torch.autograd.grad((out * weights).sum(), tensors))
+    torch.testing.assert_close(outputs[0], outputs[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert (outputs[1][:, 18:] == 0).all() and (gradients[1][0][:, :, 18:] == 0).all()
+
+
 def test_a_model_that_hides_the_documents_is_refused() -> None:
     x = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ValueError, match="documents"):

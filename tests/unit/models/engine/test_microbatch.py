@@ -36,6 +36,17 @@ def test_b07_borders_positions_and_targets() -> None:
     assert rows.sum().item() / 3 == 2.0
 
 
+def test_a_rounded_pack_has_the_same_targets() -> None:
+    batch = {"input_ids": torch.tensor([[11, 12, 13], [21, 22, 0]]), "input_lengths": torch.tensor([3, 2])}
+    targets = torch.tensor([[False, True, True], [False, True, False]])
+    pack, plain = build_pack(batch, [0, 1], targets, 4), build_pack(batch, [0, 1], targets)
+    assert pack.input_ids.tolist() == [[11, 12, 13, 21, 22, 0, 0, 0]]
+    assert pack.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
+    assert pack.head_positions.tolist() == [*plain.head_positions.tolist(), 0]
+    assert pack.targets.tolist() == plain.targets.tolist()
+    assert pack.documents == plain.documents
+
+
 def test_b03_pad_equal_to_eos_is_masked_by_position() -> None:
     batch = {"input_ids": torch.tensor([[5, 6, 7, 2, 2, 2]]), "input_lengths": torch.tensor([4])}
     wanted = torch.tensor([[False, False, True, True, True, True]])  # a mask by value would stop at the real end
