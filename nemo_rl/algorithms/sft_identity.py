@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nemo_rl.algorithms.sft_config import MasterConfig
     from nemo_rl.data.energon.sources import PreparedSource
     from nemo_rl.data.energon.topology import DataLoaderPlacementPlan
-    from nemo_rl.models.config import PolicyConfig
+    from nemo_rl.models.config import ModelConfig
     from nemo_rl.models.engine.config import OptimizerSpec
 
 _OF_ONE_SHARD = ("shard", "num_shards", "rows_per_shard")
@@ -73,8 +73,8 @@ def run_identity(
             **model_sizes(model),
             "hf_config_overrides": policy.hf_config_overrides or {},
         },
-        "optimizer": _optimizer(policy.optimizer_spec()),
-        "scheduler": _schedule(policy, steps),
+        "optimizer": optimizer_record(policy.optimizer_spec()),
+        "scheduler": schedule_record(policy, steps),
     }
     return json_value(record)
 
@@ -85,15 +85,16 @@ def model_sizes(model: PretrainedConfig) -> dict[str, Any]:
     return {name: plain.get(name) for name in _MODEL_SIZES}
 
 
-def _optimizer(spec: OptimizerSpec) -> dict[str, Any]:
+def optimizer_record(spec: OptimizerSpec) -> dict[str, Any]:
+    """An optimizer, or a phase of a schedule, by name and arguments."""
     return {"name": spec.name, **spec.kwargs}
 
 
-def _schedule(policy: PolicyConfig, steps: int) -> dict[str, Any]:
+def schedule_record(policy: ModelConfig, steps: int) -> dict[str, Any]:
     """The schedule's phases by number; the length of the run matters only where it is the end of a decay."""
     if policy.megatron_cfg is not None:
         megatron = policy.megatron_cfg.model_copy(update={"train_iters": steps})
         policy = policy.model_copy(update={"megatron_cfg": megatron})
     spec = policy.schedule_spec()
-    phases = {f"phase_{number}": _optimizer(phase) for number, phase in enumerate(spec.phases)}
+    phases = {f"phase_{number}": optimizer_record(phase) for number, phase in enumerate(spec.phases)}
     return {**phases, "milestones": spec.milestones}

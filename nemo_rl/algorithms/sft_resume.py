@@ -11,7 +11,7 @@ from nemo_rl.algorithms.sft_identity import model_sizes
 from nemo_rl.algorithms.sft_state import IDENTITY, SFTV2SaveState, _restore_save_state
 from nemo_rl.data.energon.identity import differences
 from nemo_rl.data.energon.topology import DataLoaderPlacementPlan
-from nemo_rl.models.config import PolicyConfig
+from nemo_rl.models.config import ModelConfig, PolicyConfig
 from nemo_rl.models.engine.model_config import read_model_config
 from nemo_rl.utils.checkpoint import CheckpointingConfig, CheckpointManager
 from nemo_rl.utils.errors import UserError
@@ -66,7 +66,7 @@ def find_resume_point(
         return ResumePoint(_restore_save_state(None, placement_hash=plan.placement_hash), identity)
     manager.verify(last)
     info = manager.load_training_info(last) or {}
-    _check_same_run(last, info, identity)
+    check_same_run(last, info, identity)
     states = _read_loader_states(last, plan.num_logical_shards)
     if states is None:
         # Nothing in it depends on a placement.
@@ -74,7 +74,7 @@ def find_resume_point(
     save_state = _restore_save_state(info, placement_hash=plan.placement_hash)
     weights_path, optimizer_path = manager.get_resume_paths(last)
     assert weights_path is not None, "there is a checkpoint"
-    _check_same_model(policy, weights_path)
+    check_same_model(policy, weights_path)
     return ResumePoint(
         save_state=save_state,
         identity=identity,
@@ -85,7 +85,7 @@ def find_resume_point(
     )
 
 
-def _check_same_run(checkpoint: Path, info: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+def check_same_run(checkpoint: Path, info: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Refuses a checkpoint that another run saved; one without a record is left to the checks of model and loaders.
 
     Raises:
@@ -100,7 +100,9 @@ def _check_same_run(checkpoint: Path, info: Mapping[str, Any], identity: Mapping
     changed = list(differences(saved, identity))
     if not changed:
         return
-    is_layout = any(line.startswith("data_shards ") for line in changed) and identity["topology_mapper"] == "default"
+    is_layout = (
+        any(line.startswith("data_shards ") for line in changed) and identity.get("topology_mapper") == "default"
+    )
     hint = "; a run with data.energon.topology_mapper: elastic may change its number of workers" if is_layout else ""
     raise UserError(f"the checkpoint {checkpoint} is of another run: {'; '.join(changed)}. {_WAYS_OUT}{hint}")
 
@@ -125,16 +127,16 @@ def _read_loader_states(checkpoint: Path, num_shards: int) -> list[dict[str, Any
     return states
 
 
-def _check_same_model(policy: PolicyConfig, weights_path: Path) -> None:
-    """Refuses a checkpoint whose model has other sizes than `policy.model_name`.
+def check_same_model(model: ModelConfig, weights_path: Path) -> None:
+    """Refuses a checkpoint whose model has other sizes than `model.model_name`.
 
     Raises:
         UserError: names the fields, old and new.
     """
-    ours = model_sizes(read_model_config(policy.model_name, policy.hf_config_overrides))
+    ours = model_sizes(read_model_config(model.model_name, model.hf_config_overrides))
     changed = list(differences(model_sizes(read_model_config(str(weights_path))), ours))
     if changed:
         raise UserError(
-            f"the checkpoint {weights_path.parent.parent} is of another model than policy.model_name "
-            f"{policy.model_name}: {'; '.join(changed)}. {_WAYS_OUT}"
+            f"the checkpoint {weights_path.parent.parent} is of another model than {model.section}.model_name "
+            f"{model.model_name}: {'; '.join(changed)}. {_WAYS_OUT}"
         )

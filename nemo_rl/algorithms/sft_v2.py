@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 
-from nemo_rl.algorithms.loss.interfaces import MetricNormalizer, metric_rule, reduce_metric
+from nemo_rl.algorithms.loss.interfaces import MetricNormalizer
 from nemo_rl.algorithms.sft_config import MasterConfig
 from nemo_rl.algorithms.sft_state import (
     IDENTITY,
@@ -31,6 +31,7 @@ from nemo_rl.algorithms.sft_state import (
     _max_train_steps,
     _restore_save_state,
 )
+from nemo_rl.algorithms.train_metrics import train_metrics
 from nemo_rl.data.energon.sft_types import StepEnvelope
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES
 from nemo_rl.telemetry.instrumentation import (
@@ -81,9 +82,6 @@ _VAL_METRICS = ("val_loss", "val_valid_tokens", "val_samples", "val_time")
 
 # Two threads, so that `progress` answers while `run` is busy.
 _ACTOR_OPTIONS: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_concurrency": 2}
-
-# What the worker adds to the metrics of the loss, the same in all forward passes of a step.
-_STEP_METRIC_RULES = dict.fromkeys(("lr", "wd", "global_valid_seqs", "global_valid_toks"), MetricNormalizer.LAST)
 
 
 @ray.remote(**_ACTOR_OPTIONS)
@@ -299,21 +297,7 @@ class SFTSingleControllerActor:
         train_results: dict[str, Any], rules: Mapping[str, MetricNormalizer] | None = None
     ) -> dict[str, Any]:
         """Convert policy output into flat scalar logger metrics, each by the rule that the loss states for it."""
-        stated = {**(rules or {}), **_STEP_METRIC_RULES}
-        metrics: dict[str, Any] = {
-            key: reduce_metric(metric_rule(key, stated), values)
-            for key, values in train_results["all_mb_metrics"].items()
-        }
-        metrics |= {f"moe/{key}": value for key, value in train_results.get("moe_metrics", {}).items()}
-        metrics |= {
-            key: train_results[key]
-            for key in ("total_flops", "num_ranks", "theoretical_tflops")
-            if key in train_results
-        }
-        return metrics | {
-            "loss": float(train_results["loss"]),
-            "grad_norm": float(train_results["grad_norm"]),
-        }
+        return train_metrics(train_results, rules)
 
     def _validate(self) -> dict[str, Any]:
         """The loss over the validation rows, each once; `{}` when there is no validation set."""

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from nemo_rl import __version__
-from nemo_rl.cli import check, data, export, report, sft
+from nemo_rl.cli import check, data, export, ppo, report, sft
 from nemo_rl.utils.errors import ConfigError, RunError, UserError
 
 EXIT_RUN_FAILED = 1
@@ -26,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("sft")(sft.sft)
+app.command("ppo")(ppo.ppo)
 app.command("check")(check.check)
 app.add_typer(data.app, name="data")
 app.command("export")(export.export)

@@ -14,7 +14,14 @@ from rich.text import Text
 _LINES_PER_LOG = 50
 """How many lines a run leaves in a log file, about."""
 _BAR_CELLS = 16
-_STYLES = {"loss": "bold", "speed": "green", "eta": "cyan", "val": "bold magenta", "dropped": "yellow"}
+_STYLES = {
+    "reward": "bold magenta",
+    "loss": "bold",
+    "speed": "green",
+    "eta": "cyan",
+    "val": "bold magenta",
+    "dropped": "yellow",
+}
 
 
 def format_seconds(seconds: float) -> str:
@@ -30,16 +37,17 @@ def format_seconds(seconds: float) -> str:
 class ProgressLine:
     """Shows the events of a run: call it with a mapping after steps, inside `with`.
 
-    An event has `step` and `max_steps`, and may have `loss`, `val_loss` (the latest), `lr`, `tokens_per_s`, `eta_s`
-    (seconds), `epoch` (from 0) and `dropped` (rows by reason, so far). On a terminal there is one line, drawn again
-    for each event and, until the first one, a spinner; the last state stays. Elsewhere there are about 50 plain lines
+    An event has `step` and `max_steps`, and may have `reward`, `loss`, `val_loss` or `val_reward` (the latest), `lr`,
+    `tokens_per_s`, `eta_s` (seconds), `epoch` (from 0) and `dropped` (rows by reason, so far).
+    On a terminal there is one line, drawn again for each event and, until the first one, a spinner; the last state
+    stays. Elsewhere there are about 50 plain lines
     per run, with the first, the last and every validation among them.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last_step = 0
-        self._last_val_loss: float | None = None
+        self._last_validation: float | None = None
         self._live: Live | None = None
         if console.is_terminal:
             waiting = Spinner("dots", text=Text("starting workers"), style="cyan")
@@ -61,7 +69,7 @@ class ProgressLine:
             self._live.transient = False
             self._live.update(self._line(event), refresh=True)
         elif self._is_due(event):
-            self._last_step, self._last_val_loss = event["step"], event.get("val_loss")
+            self._last_step, self._last_validation = event["step"], _validation(event)
             words = [f"step {event['step']}/{event['max_steps']}", *self._facts(event).values()]
             self._console.print(Text("  ".join(words)), soft_wrap=True)
 
@@ -71,12 +79,14 @@ class ProgressLine:
         if step <= self._last_step:
             return False
         stride = max(1, max_steps // _LINES_PER_LOG)
-        validated = event.get("val_loss") not in (None, self._last_val_loss)
+        validated = _validation(event) not in (None, self._last_validation)
         return self._last_step == 0 or step >= max_steps or step // stride > self._last_step // stride or validated
 
     def _facts(self, event: Mapping[str, Any]) -> dict[str, str]:
         """What the line says after the step, the most wanted first: a narrow terminal loses the tail."""
         facts = {}
+        if event.get("reward") is not None:
+            facts["reward"] = f"reward {event['reward']:.3f}"
         if event.get("loss") is not None:
             facts["loss"] = f"loss {event['loss']:.4f}"
         if event.get("tokens_per_s") is not None:
@@ -85,6 +95,8 @@ class ProgressLine:
             facts["eta"] = f"{format_seconds(event['eta_s'])} left"
         if event.get("val_loss") is not None:
             facts["val"] = f"val {event['val_loss']:.4f}"
+        if event.get("val_reward") is not None:
+            facts["val"] = f"val {event['val_reward']:.3f}"
         if event.get("lr") is not None:
             facts["lr"] = f"lr {event['lr']:.2e}"
         if event.get("epoch") is not None:
@@ -102,3 +114,7 @@ class ProgressLine:
         for name, words in self._facts(event).items():
             line.append("  ").append(words, style=_STYLES.get(name, "dim"))
         return line
+
+
+def _validation(event: Mapping[str, Any]) -> float | None:
+    return event.get("val_reward", event.get("val_loss"))

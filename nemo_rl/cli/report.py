@@ -43,8 +43,10 @@ def report_page(log: MetricsLog, *, title: str) -> str:
 
     from nemo_rl import __version__
     from nemo_rl.cli import charts
+    from nemo_rl.cli.report_charts import main_charts_of
+    from nemo_rl.utils.logger import SAMPLES_FILE
 
-    main_charts = _main_charts(log)
+    main_charts = main_charts_of(log)
     shown = {line.series.name for chart in main_charts for line in chart.lines}
     rest = [
         charts.Chart(name, "", (charts.Line(name, series, smooth=True),))
@@ -64,6 +66,7 @@ def report_page(log: MetricsLog, *, title: str) -> str:
         subtitle=escape(_subtitle(log)),
         tiles="".join(_tiles(log)),
         charts="".join(figures[: len(main_charts)]),
+        samples=_samples(log.path.with_name(SAMPLES_FILE)),
         more=more,
         table=_table(log),
         points=points,
@@ -73,52 +76,6 @@ def report_page(log: MetricsLog, *, title: str) -> str:
         right=charts.RIGHT,
         width=charts.WIDTH,
     )
-
-
-def _dropped(log: MetricsLog) -> list[Series]:
-    """The counts of dropped rows so far, one series per reason."""
-    return [series for name, series in sorted(log.series.items()) if name.startswith("dropped/")]
-
-
-def _main_charts(log: MetricsLog) -> list[Chart]:
-    from nemo_rl.cli.charts import Chart, Line
-
-    def chart(title: str, unit: str, *lines: Line | None, from_zero: bool = False) -> Chart | None:
-        present = tuple(line for line in lines if line is not None)
-        return Chart(title, unit, present, from_zero) if present else None
-
-    def line(label: str, name: str, smooth: bool = False) -> Line | None:
-        series = log.series.get(name)
-        return Line(label, series, smooth) if series else None
-
-    dropped = [Line(series.name.removeprefix("dropped/"), series) for series in _dropped(log)]
-    found = (
-        chart(
-            "Loss",
-            "nats per trained token",
-            line("training", "loss", smooth=True),
-            line("validation", "val_loss"),
-        ),
-        chart("Learning rate", "", line("lr", "lr"), from_zero=True),
-        chart("Gradient norm", "before clipping", line("grad norm", "grad_norm", smooth=True), from_zero=True),
-        chart(
-            "Speed",
-            "tokens per second",
-            line("all", "tokens_per_second", smooth=True),
-            line("trained", "valid_tokens_per_second", smooth=True),
-            from_zero=True,
-        ),
-        chart(
-            "Time of a step",
-            "seconds",
-            line("whole step", "total_step_time", smooth=True),
-            line("model", "policy_time", smooth=True),
-            line("loading", "loader_latency_max", smooth=True),
-            from_zero=True,
-        ),
-        chart("Dropped rows", "total so far", *dropped[:4], from_zero=True),
-    )
-    return [entry for entry in found if entry is not None]
 
 
 def _figure(index: int, chart: Chart) -> str:
@@ -132,6 +89,24 @@ def _figure(index: int, chart: Chart) -> str:
         f'<figure data-chart="{index}"><figcaption><b>{escape(chart.title)}</b>'
         f'<span class="unit">{escape(chart.unit)}</span>{keys}</figcaption>'
         f'{chart_svg(chart)}<div class="readout">step</div></figure>'
+    )
+
+
+def _samples(path: Path) -> str:
+    """The table of sampled answers that a PPO or GRPO run leaves beside its metrics; "" without one."""
+    import json
+
+    if not path.is_file():
+        return ""
+    answers = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = "".join(
+        f"<tr><td>{escape(answer['prompt'])}</td><td>{escape(answer['response'])}</td><td>{answer['reward']:g}</td></tr>"
+        for answer in answers
+    )
+    step = f" of step {answers[0]['step']:,}" if answers else ""
+    return (
+        f"<details open><summary>Sampled answers{step}</summary><div class='scroll'><table class='samples'>"
+        f"<tr><th>prompt</th><th>answer</th><th>reward</th></tr>{rows}</table></div></details>"
     )
 
 
@@ -162,6 +137,7 @@ def _subtitle(log: MetricsLog) -> str:
 
 def _tiles(log: MetricsLog) -> list[str]:
     from nemo_rl.cli.progress import format_seconds
+    from nemo_rl.cli.report_charts import dropped_series
 
     tiles = []
 
@@ -176,7 +152,14 @@ def _tiles(log: MetricsLog) -> list[str]:
     seconds = log.series.get("total_step_time")
     took = f"{format_seconds(sum(v for _, v in seconds.finite))} of training" if seconds else ""
     tile("Steps", f"{steps[-1]:,}", took)
-    if loss and loss.finite:
+    reward = log.series.get("reward_mean")
+    if reward and reward.finite:
+        tile("Reward", f"{reward.finite[-1][1]:.3f}", f"from {reward.finite[0][1]:.3f}")
+    val_reward = log.series.get("val_reward")
+    if val_reward and val_reward.finite:
+        step, best = max(val_reward.finite, key=lambda point: point[1])
+        tile("Validation reward", f"{val_reward.finite[-1][1]:.3f}", f"best {best:.3f} at step {step:,}")
+    if loss and loss.finite and not reward:
         tile("Loss", f"{loss.finite[-1][1]:.4f}", f"from {loss.finite[0][1]:.4f}")
     val = log.series.get("val_loss")
     if val and val.finite:
@@ -189,10 +172,10 @@ def _tiles(log: MetricsLog) -> list[str]:
     tokens = log.series.get("valid_tokens")
     if tokens and tokens.finite:
         tile("Trained tokens", f"{sum(v for _, v in tokens.finite):,.0f}")
-    dropped = {s.name.removeprefix("dropped/"): s.values[-1] for s in _dropped(log)}
+    dropped = {s.name.removeprefix("dropped/"): s.values[-1] for s in dropped_series(log)}
     if any(dropped.values()):
         reasons = ", ".join(f"{count:,.0f} {reason}" for reason, count in dropped.items() if count)
-        tile("Dropped rows", f"{sum(dropped.values()):,.0f}", reasons)
+        tile("Dropped", f"{sum(dropped.values()):,.0f}", reasons)
     broken = {series.name: len(series.broken_steps) for series in log.series.values() if series.broken_steps}
     if broken:
         names = ", ".join(f"{name} ({count})" for name, count in broken.items())

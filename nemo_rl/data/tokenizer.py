@@ -19,7 +19,9 @@ class TokenizerOptions(Protocol):
     def get(self, key: str, default: Any = None, /) -> Any: ...
 
 
-def get_tokenizer(config: TokenizerOptions | Mapping[str, Any], get_processor: bool = False) -> Any:
+def get_tokenizer(
+    config: TokenizerOptions | Mapping[str, Any], get_processor: bool = False, needs_chat_template: bool = True
+) -> Any:
     """The fast tokenizer of `config["name"]`, with a pad token and a chat template that compiles.
 
     - `name`: a local directory, or a model name on the hub. Code that comes with a model is never run.
@@ -31,6 +33,7 @@ def get_tokenizer(config: TokenizerOptions | Mapping[str, Any], get_processor: b
         config: `policy.tokenizer`, as a config model or a mapping.
         get_processor: return the model's processor, which holds the tokenizer; a model for text only has none, and
             its tokenizer is returned.
+        needs_chat_template: False where conversations are never rendered.
 
     Raises:
         UserError: no such directory, no tokenizer in it, none that is fast, no chat template or one with a fault.
@@ -49,7 +52,8 @@ def get_tokenizer(config: TokenizerOptions | Mapping[str, Any], get_processor: b
     template = config.get("chat_template")
     if template is not None and template != "default":
         tokenizer.chat_template = read_chat_template(str(template))
-    ChatTemplate.of(tokenizer).check_syntax()
+    if needs_chat_template or tokenizer.chat_template is not None:
+        ChatTemplate.of(tokenizer).check_syntax()
     return _processor(name, tokenizer) if get_processor else tokenizer
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nemo_rl.data_plane.codec import materialize
     from nemo_rl.data_plane.factory import build_data_plane_client
-    from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+    from nemo_rl.data_plane.interfaces import DataPlaneClient, DataPlaneConfig, KVBatchMeta
     from nemo_rl.data_plane.observability import MetricsDataPlaneClient, log_event
 
 __all__ = [
     "DataPlaneClient",
+    "DataPlaneConfig",
     "KVBatchMeta",
     "MetricsDataPlaneClient",
     "build_data_plane_client",
@@ -25,6 +26,7 @@ __all__ = [
 
 _MODULE_OF = {
     "DataPlaneClient": "interfaces",
+    "DataPlaneConfig": "interfaces",
     "KVBatchMeta": "interfaces",
     "MetricsDataPlaneClient": "observability",
     "build_data_plane_client": "factory",

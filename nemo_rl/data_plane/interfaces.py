@@ -35,8 +35,69 @@ class LocalDataPlaneConfig(ConfigModel):
     """What the data plane reports about itself; null reports nothing."""
 
 
-DataPlaneRuntimeConfig: TypeAlias = LocalDataPlaneConfig
+class SimpleStorageConfig(ConfigModel):
+    """Rows in the memory of storage actors."""
+
+    num_storage_units: int | None = Field(default=None, ge=1)
+    """Storage actors, dealt over the nodes; null starts one per node."""
+    storage_capacity: int | None = Field(default=1_000_000, ge=1)
+    """Rows that all storage actors hold together, over all partitions; a write beyond it fails. Null sets no limit."""
+
+
+class MooncakeCpuConfig(ConfigModel):
+    """Rows in a Mooncake store; needs the package `mooncake-transfer-engine`."""
+
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """How rows travel between processes."""
+    device_name: str = ""
+    """Network device for `rdma`; empty lets Mooncake choose."""
+    global_segment_size: int = Field(default=4 * 2**30, ge=2**20)
+    """Bytes of memory that each client process lends to the store."""
+    local_buffer_size: int = Field(default=2**30, ge=2**20)
+    """Bytes of transfer buffer in each client process."""
+    use_gdr: bool = False
+    """Move rows straight to and from GPU memory; needs `protocol: rdma`."""
+    gdr_staging_buffer_mb: int = Field(default=1024, ge=1)
+    """Mebibytes of GPU memory for those transfers, per process."""
+
+
+class DataPlaneConfig(ConfigModel):
+    """A data plane that all processes of a run share, made of TransferQueue's actors in the run's Ray cluster."""
+
+    enabled: bool = True
+    """Whether rows go through the plane."""
+    impl: Literal["transfer_queue"] = "transfer_queue"
+    """Which data plane."""
+    backend: Literal["simple", "mooncake_cpu"] = "simple"
+    """Where the rows are kept; only the section of that name is read."""
+    claim_meta_poll_interval_s: float = Field(default=0.05, gt=0)
+    """Seconds between two looks of a consumer that waits for rows."""
+    ack_timeout_ms: int = Field(default=60_000, ge=100)
+    """Milliseconds that one call may wait for the answer of the plane's actors."""
+    attach_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds that the driver waits for the actors to start, and other processes for the driver to start them."""
+    loopback_only: bool | None = None
+    """Listen where only this machine can connect; null does so as long as the cluster has one node.
+
+    What listens is not protected by a password: on several nodes, keep the network between them private.
+    """
+    simple: SimpleStorageConfig | None = None
+    """The backend `simple`; null takes its defaults."""
+    mooncake_cpu: MooncakeCpuConfig | None = None
+    """The backend `mooncake_cpu`; null takes its defaults."""
+    observability: ObservabilityConfig | None = None
+    """What the data plane reports about itself; null reports nothing."""
+
+
+DataPlaneRuntimeConfig: TypeAlias = DataPlaneConfig | LocalDataPlaneConfig
 """Every config that `build_data_plane_client` knows."""
+
+
+def backend_config(cfg: DataPlaneConfig) -> SimpleStorageConfig | MooncakeCpuConfig:
+    """The section of the backend that `cfg` chooses, or its defaults."""
+    if cfg.backend == "simple":
+        return cfg.simple or SimpleStorageConfig()
+    return cfg.mooncake_cpu or MooncakeCpuConfig()
 
 
 @dataclass(frozen=True)
@@ -179,6 +240,8 @@ class DataPlaneClient(ABC):
     ) -> KVBatchMeta:
         """Hands out rows that `task_name` has not been given yet and that have all of `required_fields`.
 
+        Once `finish_partition` was called it may be fewer rows than `batch_size`, and none when the task has had all.
+
         Args:
             batch_size: rows wanted.
             blocking: wait for them; else an empty meta says that they are not there yet.
@@ -225,6 +288,25 @@ class DataPlaneClient(ABC):
 
         Raises:
             KeyError: a row or column is not there; names them and the partition.
+        """
+
+    def get_meta(self, sample_ids: Sequence[str], partition_id: str) -> KVBatchMeta:
+        """What the plane knows of rows: their tags, their lengths where tagged, and the columns that all of them have.
+
+        Raises:
+            KeyError: a row is not there; names it and the partition.
+            NotImplementedError: a plane that keeps no such record.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not describe rows")
+
+    def finish_partition(self, partition_id: str) -> None:  # noqa: B027  nothing to do where batches are written whole
+        """Says that no more rows will come.
+
+        From then on a claim that wants more rows than its task has left gets those, and an empty meta when there are
+        none; it still waits for columns of rows that are there. By default nothing is done: batches are written whole.
+
+        Raises:
+            KeyError: unknown partition.
         """
 
     @abstractmethod

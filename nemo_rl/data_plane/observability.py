@@ -152,6 +152,15 @@ class MetricsDataPlaneClient(DataPlaneClient):
 
         return self._measure("get", partition_id, len(sample_ids), call, moved=_total_bytes)
 
+    def get_meta(self, sample_ids: Sequence[str], partition_id: str) -> KVBatchMeta:
+        def call() -> KVBatchMeta:
+            return self._inner.get_meta(sample_ids, partition_id)
+
+        return self._measure("meta", partition_id, len(sample_ids), call)
+
+    def finish_partition(self, partition_id: str) -> None:
+        self._measure("finish", partition_id, 0, lambda: self._inner.finish_partition(partition_id))
+
     def list_sample_ids(self, partition_id: str) -> list[str]:
         return self._measure("list", partition_id, 0, lambda: self._inner.list_sample_ids(partition_id))
 

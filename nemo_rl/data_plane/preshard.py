@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.schema import GLOBAL_FORWARD_PAD_SEQLEN, INPUT_LENGTHS, PACKING_KEYS, PAD_TO_MULTIPLE
+from nemo_rl.data_plane.schema import (
+    ELEM_COUNTS_PER_GB,
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    INPUT_LENGTHS,
+    PACKING_KEYS,
+    PAD_TO_MULTIPLE,
+)
 
 if TYPE_CHECKING:
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -46,15 +53,9 @@ def shard_meta_for_dp(
         AssertionError: rows that do not divide; the sizes are checked where a run starts.
     """
     # The batch container does the cutting; a controller that only places rows never loads its tensor library.
-
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-    lengths = meta.sequence_lengths
-    if not meta.sample_ids:
-        raise ValueError(f"partition {meta.partition_id!r}: no rows to shard")
-    if lengths is None or len(lengths) != meta.size:
-        count = None if lengths is None else len(lengths)
-        raise ValueError(f"partition {meta.partition_id!r}: sequence_lengths has {count} entries for {meta.size} rows")
+    lengths = _row_lengths(meta)
     if sequence_packing_args is not None and dynamic_batching_args is not None:
         raise ValueError("sequence packing and dynamic batching exclude each other")
     skeleton = BatchedDataDict({INPUT_LENGTHS: lengths, _ROW: list(range(meta.size))})
@@ -68,6 +69,44 @@ def shard_meta_for_dp(
     rows = [shard[_ROW] for shard in shards]
     metas = [_rank_meta(meta, part, shard) for part, shard in zip(rows, shards, strict=True)]
     return metas, _positions([row for part in rows for row in part])
+
+
+def deal_meta_by_length(meta: KVBatchMeta, *, dp_world: int, batch_size: int | None = None) -> list[KVBatchMeta]:
+    """The rows of `meta` per data-parallel rank, those of each step dealt so that all get about equally many tokens.
+
+    For an engine that plans its own microbatches and divides by global counts: the ranks may get different numbers of
+    rows, and a rank may get none. Longest row first, each to the rank with the fewest tokens so far; on a rank rows
+    keep the order of `meta`. `extra_info` says under `elem_counts_per_gb` how many rows of each step a rank has. The
+    caller's meta is not changed.
+
+    Args:
+        dp_world: number of data-parallel ranks.
+        batch_size: rows per optimizer step over all ranks; None takes all rows as one batch (inference).
+
+    Raises:
+        ValueError: no rows, no length for each row, or rows that do not divide into steps.
+    """
+    lengths = _row_lengths(meta)
+    chunk = meta.size if batch_size is None else batch_size
+    if chunk < 1 or meta.size % chunk:
+        raise ValueError(f"partition {meta.partition_id!r}: {meta.size} rows do not divide into steps of {chunk} rows")
+    rows: list[list[int]] = [[] for _ in range(dp_world)]
+    counts: list[list[int]] = [[] for _ in range(dp_world)]
+    for start in range(0, meta.size, chunk):
+        heap = [(0, rank) for rank in range(dp_world)]
+        mine: list[list[int]] = [[] for _ in range(dp_world)]
+        for row in sorted(range(start, start + chunk), key=lambda row: -lengths[row]):
+            tokens, rank = heap[0]
+            mine[rank].append(row)
+            heapq.heapreplace(heap, (tokens + lengths[row], rank))
+        for rank in range(dp_world):
+            rows[rank] += sorted(mine[rank])
+            counts[rank].append(len(mine[rank]))
+    metas = []
+    for part, per_step in zip(rows, counts, strict=True):
+        extra = {key: value for key, value in meta.extra_info.items() if key not in PACKING_KEYS}
+        metas.append(replace(meta.subset(part), extra_info={**extra, ELEM_COUNTS_PER_GB: per_step}))
+    return metas
 
 
 def stamp_common_width(metas: Sequence[KVBatchMeta], *, multiple: int = 1) -> list[KVBatchMeta]:
@@ -86,6 +125,16 @@ def stamp_common_width(metas: Sequence[KVBatchMeta], *, multiple: int = 1) -> li
     longest = max(length for meta in metas for length in meta.sequence_lengths or ())
     width = {GLOBAL_FORWARD_PAD_SEQLEN: round_up(longest, multiple)}
     return [replace(meta.subset(range(meta.size)), extra_info={**meta.extra_info, **width}) for meta in metas]
+
+
+def _row_lengths(meta: KVBatchMeta) -> list[int]:
+    lengths = meta.sequence_lengths
+    if not meta.sample_ids:
+        raise ValueError(f"partition {meta.partition_id!r}: no rows to shard")
+    if lengths is None or len(lengths) != meta.size:
+        count = None if lengths is None else len(lengths)
+        raise ValueError(f"partition {meta.partition_id!r}: sequence_lengths has {count} entries for {meta.size} rows")
+    return lengths
 
 
 def _rank_meta(meta: KVBatchMeta, rows: list[int], shard: BatchedDataDict) -> KVBatchMeta:

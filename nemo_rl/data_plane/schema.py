@@ -18,6 +18,9 @@ SAMPLE_MASK = "sample_mask"  # float32 []: weight of the row, 0 for a filler
 # Written by the rollout.
 GENERATION_LOGPROBS = "generation_logprobs"  # float32 [T]
 PROMPT_IDS_FOR_ADV = "prompt_ids_for_adv"  # int64 [prompt length]: rows with the same prompt share a baseline
+TOTAL_REWARD = "total_reward"  # float32 []: reward of the whole row
+TRUNCATED = "truncated"  # bool []: the response was cut at its limit
+MASK_SAMPLE = "mask_sample"  # bool []: leave the row out of training
 
 # Written by the policy: `get_logprobs_from_meta`, `get_reference_policy_logprobs_from_meta`.
 PREV_LOGPROBS = "prev_logprobs"  # float32 [T], column 0 is 0
@@ -43,6 +46,18 @@ DP_TRAIN_FIELDS = (
     SAMPLE_MASK,
 )
 PPO_VALUE_FIELDS = (VALUES, RETURNS)
+ROLLOUT_FIELDS = (
+    INPUT_IDS,
+    INPUT_LENGTHS,
+    TOKEN_MASK,
+    SAMPLE_MASK,
+    GENERATION_LOGPROBS,
+    TOTAL_REWARD,
+    TRUNCATED,
+    MASK_SAMPLE,
+    PROMPT_IDS_FOR_ADV,
+)
+SC_ROLLOUT_SCHEMA_FIELDS = tuple(dict.fromkeys((*ROLLOUT_FIELDS, *DP_TRAIN_FIELDS, *PPO_VALUE_FIELDS)))
 DP_VALUE_TRAIN_FIELDS = (*VALUE_SEED_FIELDS, *PPO_VALUE_FIELDS)
 
 # One entry per token: sent without padding and widened together to the width of a step.

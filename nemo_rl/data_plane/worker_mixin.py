@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, cast, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,11 +13,14 @@ from nemo_rl.data_plane.column_io import read_columns, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, DataPlaneRuntimeConfig, KVBatchMeta
 from nemo_rl.data_plane.schema import (
+    GLOBAL_FORWARD_PAD_SEQLEN,
     INPUT_IDS,
+    INPUT_LENGTHS,
     PACKING_KEYS,
     PREV_LOGPROBS,
     PROMPT_IDS_FOR_ADV,
     REFERENCE_POLICY_LOGPROBS,
+    TOKEN_ALIGNED_FIELDS,
     VALUES,
 )
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -149,7 +153,8 @@ class TQWorkerMixin:
     def _fetch(self, meta: KVBatchMeta, *, fetch_policy: FetchPolicy = "auto") -> BatchedDataDict:
         """The columns `meta.fields` of the rows of `meta`, padded `[B, S]` to the width stamped on it.
 
-        A packing plan on the meta becomes that of the batch.
+        A packing plan on the meta becomes that of the batch. A meta without rows gives a batch without rows: the rank
+        has no share of the step, but its collectives have to run.
 
         Args:
             fetch_policy: "independent" reads on this rank; "leader_broadcast" is a collective over the replica;
@@ -175,6 +180,8 @@ class TQWorkerMixin:
         return data
 
     def _read(self, meta: KVBatchMeta) -> BatchedDataDict:
+        if not meta.sample_ids:
+            return _no_rows(meta)
         return read_columns(self._require_dp_client(), meta, pad_value_dict=self._pad_value_dict())
 
     def _read_and_broadcast(self, meta: KVBatchMeta, group: dist.ProcessGroup) -> BatchedDataDict:
@@ -220,3 +227,17 @@ class TQWorkerMixin:
     @property
     def _host(self) -> DataPlaneHost:
         return cast(DataPlaneHost, self)
+
+
+def _no_rows(meta: KVBatchMeta) -> BatchedDataDict:
+    """The columns of a meta that holds no row."""
+    width = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 1))
+    return BatchedDataDict(
+        {
+            name: torch.zeros(
+                (0, width) if name in TOKEN_ALIGNED_FIELDS else (0,),
+                dtype=torch.int64 if name in (INPUT_IDS, INPUT_LENGTHS) else torch.float32,
+            )
+            for name in meta.fields or ()
+        }
+    )

@@ -1,6 +1,6 @@
 """Config sections that the policy and the critic share, and how they become an engine's."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -116,8 +116,8 @@ class MegatronSchedulerConfig(ConfigModel):
     lr_warmup_init: float = Field(default=0.0, ge=0)
     """Rate at the start of the warm-up."""
 
-    def spec(self, lr: float, min_lr: float, train_iters: int | None) -> ScheduleSpec:
-        """The torch schedulers that give the same rate at every step.
+    def spec(self, lr: float, min_lr: float, train_iters: int | None, *, section: str = "policy") -> ScheduleSpec:
+        """The torch schedulers that give the same rate at every step; `section` is where this block stands.
 
         Raises:
             UserError: a decay without an end.
@@ -137,7 +137,7 @@ class MegatronSchedulerConfig(ConfigModel):
         end = self.lr_decay_iters or train_iters
         if end is None or end <= warmup:
             raise UserError(
-                f"policy.megatron_cfg.scheduler.lr_decay_iters is {end}; a {self.lr_decay_style} decay needs more "
+                f"{section}.megatron_cfg.scheduler.lr_decay_iters is {end}; a {self.lr_decay_style} decay needs more "
                 f"steps than lr_warmup_iters ({warmup})"
             )
         if self.lr_decay_style == "linear":
@@ -178,6 +178,9 @@ class MegatronConfig(ConfigModel):
 class ModelConfig(ConfigModel):
     """What a trained model needs, whatever its role."""
 
+    section: ClassVar[str] = "policy"
+    """Where a model of this role stands in the run's config, for messages."""
+
     model_name: str
     """Local directory or hub name of a causal language model."""
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
@@ -188,7 +191,7 @@ class ModelConfig(ConfigModel):
     train_mb_tokens: int | None = Field(default=None, ge=1)
     """Token budget of a forward pass in training; the first choice of all."""
     logprob_batch_size: int | None = Field(default=None, ge=1)
-    """Like `train_micro_batch_size`, for passes without gradients; null takes that one."""
+    """Like `train_micro_batch_size`, for passes without gradients; null takes the token budget of training."""
     max_total_sequence_length: int = Field(ge=2)
     """Longest row in tokens."""
     make_sequence_length_divisible_by: int = Field(default=1, ge=1)
@@ -242,19 +245,26 @@ class ModelConfig(ConfigModel):
         return ParallelSizes()
 
     def microbatch_tokens(self, micro_batch_size: int | None = None, *, training: bool = True) -> int:
-        """Token budget of a forward pass: `train_mb_tokens`, else an enabled block's, else rows times their length."""
+        """Token budget of a forward pass: `train_mb_tokens`, else an enabled block's, else rows times their length.
+
+        Without gradients it is an enabled block's `logprob_mb_tokens`, else that of `logprob_batch_size` rows, else the
+        budget of training.
+        """
         if micro_batch_size is not None:
             return micro_batch_size * self.max_total_sequence_length
-        if training and self.train_mb_tokens is not None:
+        enabled = [block for block in (self.dynamic_batching, self.sequence_packing) if block.enabled]
+        if not training:
+            for block in enabled:
+                if block.logprob_mb_tokens is not None:
+                    return block.logprob_mb_tokens
+            if self.logprob_batch_size is not None:
+                return self.logprob_batch_size * self.max_total_sequence_length
+        if self.train_mb_tokens is not None:
             return self.train_mb_tokens
-        for block in (self.dynamic_batching, self.sequence_packing):
-            tokens = block.train_mb_tokens if training else block.logprob_mb_tokens or block.train_mb_tokens
-            if block.enabled and tokens is not None:
-                return tokens
-        rows = self.train_micro_batch_size
-        if not training and self.logprob_batch_size is not None:
-            rows = self.logprob_batch_size
-        return rows * self.max_total_sequence_length
+        for block in enabled:
+            if block.train_mb_tokens is not None:
+                return block.train_mb_tokens
+        return self.train_micro_batch_size * self.max_total_sequence_length
 
     def optimizer_spec(self) -> OptimizerSpec:
         """The optimizer of the enabled Megatron block, else `optimizer`.
@@ -266,7 +276,8 @@ class ModelConfig(ConfigModel):
             return self.megatron.optimizer.spec()
         if self.optimizer is None:
             raise UserError(
-                "policy.optimizer is missing; give for example {name: torch.optim.AdamW, kwargs: {lr: 1.0e-5}}"
+                f"{self.section}.optimizer is missing; give for example "
+                "{name: torch.optim.AdamW, kwargs: {lr: 1.0e-5}}"
             )
         return OptimizerSpec(name=self.optimizer.name, kwargs={k: _number(v) for k, v in self.optimizer.kwargs.items()})
 
@@ -280,20 +291,27 @@ class ModelConfig(ConfigModel):
         if megatron is not None and megatron.optimizer is not None:
             if megatron.scheduler is None:
                 return ScheduleSpec()
-            return megatron.scheduler.spec(megatron.optimizer.lr, megatron.optimizer.min_lr, megatron.train_iters)
+            lr, min_lr = megatron.optimizer.lr, megatron.optimizer.min_lr
+            return megatron.scheduler.spec(lr, min_lr, megatron.train_iters, section=self.section)
         entries = self.scheduler if isinstance(self.scheduler, list) else [self.scheduler] if self.scheduler else []
         phases, milestones = [], []
         for entry in entries:
             if entry.milestones is not None:
                 milestones += entry.milestones
             elif entry.name is None:
-                raise UserError("policy.scheduler has an entry with neither a name nor milestones")
+                raise UserError(f"{self.section}.scheduler has an entry with neither a name nor milestones")
             else:
                 phases.append(OptimizerSpec(name=entry.name, kwargs={k: _number(v) for k, v in entry.kwargs.items()}))
         return ScheduleSpec(phases=tuple(phases), milestones=tuple(milestones))
 
-    def engine_config(self, *, seed: int, init_optimizer: bool = True) -> EngineConfig:
-        """What the engine of this model is built from."""
+    def engine_config(self, *, seed: int, init_optimizer: bool = True, temperature: float = 1.0) -> EngineConfig:
+        """What the engine of this model is built from.
+
+        Args:
+            seed: of dropout.
+            init_optimizer: False builds a model for inference only.
+            temperature: the one that the tokens are sampled at, so that log-probabilities are those of the sampler.
+        """
         megatron, dtensor = self.megatron, self.dtensor
         clip = megatron.optimizer.clip_grad if megatron is not None and megatron.optimizer is not None else None
         return EngineConfig(
@@ -309,7 +327,10 @@ class ModelConfig(ConfigModel):
             or (megatron is not None and megatron.activation_checkpointing)
             or (dtensor is not None and dtensor.activation_checkpointing),
             microbatch_tokens=self.microbatch_tokens(),
+            inference_microbatch_tokens=self.microbatch_tokens(training=False),
+            temperature=temperature,
             seed=seed,
+            section=self.section,
         )
 
 

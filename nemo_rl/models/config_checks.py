@@ -31,11 +31,11 @@ def check_overrides(config: ModelConfig) -> list[str]:
     """
     if not config.hf_config_overrides:
         return []
-    model = read_model_config(config.model_name)
+    model = read_model_config(config.model_name, section=config.section)
     kind = f"the config of a {model.model_type} model"
     problems = []
     for name, value in config.hf_config_overrides.items():
-        key = f"policy.hf_config_overrides.{name}"
+        key = f"{config.section}.hf_config_overrides.{name}"
         if not hasattr(model, name):
             close = difflib.get_close_matches(name, model.to_dict(), n=1)
             hint = f", did you mean {close[0]}?" if close else ""
@@ -56,7 +56,7 @@ def check_optimizer(config: ModelConfig, run_steps: int) -> list[str]:
     optimizer = OptimizerSpec(name="AdamW")  # the schedule is tried on it when there is no other
     try:
         spec = config.optimizer_spec()
-        problems = _optimizer_problems(spec)
+        problems = _optimizer_problems(spec, config.section)
         optimizer = optimizer if problems else spec
     except UserError as error:
         problems.append(str(error))
@@ -64,23 +64,25 @@ def check_optimizer(config: ModelConfig, run_steps: int) -> list[str]:
     if megatron is not None and megatron.train_iters is None:
         config = config.model_copy(update={"megatron_cfg": megatron.model_copy(update={"train_iters": run_steps})})
     try:
-        problems += _schedule_problems(config.schedule_spec(), _phase_keys(config), optimizer, run_steps)
+        problems += _schedule_problems(
+            config.schedule_spec(), _phase_keys(config), optimizer, run_steps, f"{config.section}.scheduler"
+        )
     except UserError as error:
         problems.append(str(error))
     return problems
 
 
-def _optimizer_problems(spec: OptimizerSpec) -> list[str]:
+def _optimizer_problems(spec: OptimizerSpec, section: str) -> list[str]:
     """Raises `UserError` when there is no such class."""
-    key = "policy.optimizer.kwargs"
-    cls = torch_class(spec.name, torch.optim, "torch.optim", "policy.optimizer.name")
+    name_key, key = f"{section}.optimizer.name", f"{section}.optimizer.kwargs"
+    cls = torch_class(spec.name, torch.optim, "torch.optim", name_key)
     problems = check_kwargs(cls, spec.kwargs, key) or _wrong_kinds(cls, spec.kwargs, key)
     if problems:
         return problems
     if why := _refusal(lambda: _build(OptimizerSpec(name=spec.name))):
-        return [f"policy.optimizer.name: {cls.__name__} can't be used: {why}"]
+        return [f"{name_key}: {cls.__name__} can't be used: {why}"]
     if _needed(cls.step):
-        return [f"policy.optimizer.name: {cls.__name__} can't be used: it computes the loss again within a step"]
+        return [f"{name_key}: {cls.__name__} can't be used: it computes the loss again within a step"]
     for name, value in spec.kwargs.items():
         if why := _refusal(lambda name=name, value=value: _build(OptimizerSpec(name=spec.name, kwargs={name: value}))):
             problems.append(f"{key}.{name}: {value!r} is refused by {cls.__name__}: {why}")
@@ -89,7 +91,9 @@ def _optimizer_problems(spec: OptimizerSpec) -> list[str]:
     return problems
 
 
-def _schedule_problems(spec: ScheduleSpec, keys: list[str], optimizer: OptimizerSpec, run_steps: int) -> list[str]:
+def _schedule_problems(
+    spec: ScheduleSpec, keys: list[str], optimizer: OptimizerSpec, run_steps: int, key_of_all: str
+) -> list[str]:
     """Raises `UserError` when phases and milestones do not alternate."""
     problems: list[str] = []
     for key, phase in zip(keys, spec.phases, strict=True):
@@ -100,10 +104,10 @@ def _schedule_problems(spec: ScheduleSpec, keys: list[str], optimizer: Optimizer
     if problems:
         return problems
     if list(spec.milestones) != sorted(set(spec.milestones)):
-        return [f"policy.scheduler: the milestones {list(spec.milestones)} do not increase"]
+        return [f"{key_of_all}: the milestones {list(spec.milestones)} do not increase"]
     schedule = build_schedule(spec, _build(optimizer))
     if why := _refusal(lambda: _tick(schedule, min(run_steps, _MAX_TICKS))):
-        return [f"policy.scheduler: it can't be used for {run_steps} steps: {why}"]
+        return [f"{key_of_all}: it can't be used for {run_steps} steps: {why}"]
     return []
 
 
@@ -123,10 +127,10 @@ def _phase_problems(phase: OptimizerSpec, key: str, optimizer: OptimizerSpec) ->
 def _phase_keys(config: ModelConfig) -> list[str]:
     """The dotted key of each phase of `schedule_spec`."""
     if config.megatron is not None and config.megatron.optimizer is not None:
-        return ["policy.megatron_cfg.scheduler"] * len(config.schedule_spec().phases)
+        return [f"{config.section}.megatron_cfg.scheduler"] * len(config.schedule_spec().phases)
     if not isinstance(config.scheduler, list):
-        return ["policy.scheduler"] if config.scheduler else []
-    return [f"policy.scheduler.{i}" for i, entry in enumerate(config.scheduler) if entry.milestones is None]
+        return [f"{config.section}.scheduler"] if config.scheduler else []
+    return [f"{config.section}.scheduler.{i}" for i, entry in enumerate(config.scheduler) if entry.milestones is None]
 
 
 def _wrong_kinds(cls: Any, kwargs: Mapping[str, Any], key: str) -> list[str]:

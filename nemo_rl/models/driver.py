@@ -1,6 +1,6 @@
 """The controller's side of a model: it starts the workers, spreads calls over them and gathers their results.
 
-Policy and critic are this class with another config and, one day, another head.
+Policy and critic are this class with another config and another head.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,11 @@ def sharding_of(parallel: ParallelSizes, world_size: int) -> NamedSharding:
 class ModelDriver:
     """Workers that hold one model, and what can be asked of them. Picklable: handles only, no tensor.
 
+    Several of them may share the places of one cluster and take turns; `prepare_for_*` and `finish_*` mark the turns.
+
+    Args:
+        engine_options: fields of the `EngineConfig` that the role decides, such as its head.
+
     Raises:
         UserError: sizes that do not fit, or a model or checkpoint that the workers can't load.
         RunError: a worker died or did not start in time.
@@ -68,7 +74,6 @@ class ModelDriver:
         config: ModelConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        section: str,
         name_prefix: str,
         worker_class_fqn: str,
         workers_per_node: int | list[int] | None = None,
@@ -76,14 +81,18 @@ class ModelDriver:
         weights_path: str | Path | None = None,
         optimizer_path: str | Path | None = None,
         seed: int = 42,
+        engine_options: Mapping[str, Any] | None = None,
     ):
         self.cfg = config
+        section = config.section
         world_size = cluster.world_size() if workers_per_node is None else _total(workers_per_node, cluster)
         problems = check_parallel_sizes(config.parallel, world_size, section)
         if problems:
             raise UserError("; ".join(problems))
         self.sharding_annotations = sharding_of(config.parallel, world_size)
-        engine_config = config.engine_config(seed=seed, init_optimizer=init_optimizer)
+        engine_config = replace(
+            config.engine_config(seed=seed, init_optimizer=init_optimizer), **(engine_options or {})
+        )
         builder = RayWorkerBuilder(
             worker_class_fqn,
             engine_config=engine_config,
@@ -147,6 +156,44 @@ class ModelDriver:
             common={"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs},
         )
         return aggregate_train_results(results)
+
+    def _infer(self, method: str, data: BatchedDataDict, micro_batch_size: int | None, *, reason: str) -> Any:
+        """The batches that `method` gives for the rows of `data`, which is sent from here, joined in its order."""
+        # A replica may get no row: the engine takes part in its collectives all the same.
+        shards = data.shard_by_batch_size(self.data_parallel_size, allow_uneven_shards=True)
+        common = {"micro_batch_size": micro_batch_size}
+        results: list[Any] = self._call_sharded(method, reason=reason, data=shards, common=common)
+        return type(data).from_batches(results)
+
+    # -- taking turns -------------------------------------------------------------------------------------------------
+    # Where models share devices they stay on them: weights, masters and optimizer state of all of them must fit. These
+    # calls mark whose turn it is and move nothing.
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Before `train` or `begin_train_step`. Moves nothing for now."""
+
+    def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
+        """Before a pass without gradients. Moves nothing for now."""
+
+    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
+        """Before log-probabilities; a step may be open. Moves nothing for now."""
+
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """After the last step of a turn. Moves nothing for now."""
+
+    def finish_inference(self, *args: Any, **kwargs: Any) -> None:
+        """After a pass without gradients. Moves nothing for now."""
+
+    def offload_to_cpu(self) -> None:
+        """Where another model needs the devices. Moves nothing for now."""
+
+    def offload_before_refit(self) -> None:
+        """Before weights go to the sampler. Moves nothing for now."""
+
+    def offload_after_refit(self) -> None:
+        """After weights went to the sampler. Moves nothing for now."""
+
+    # -- on disk, and the end -----------------------------------------------------------------------------------------
 
     def save_checkpoint(
         self,

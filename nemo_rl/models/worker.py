@@ -17,18 +17,19 @@ from nemo_rl.models.engine.checkpoint import EngineCheckpointer
 from nemo_rl.models.engine.config import DATA, EngineConfig
 from nemo_rl.models.engine.engine import Engine, StepResult
 from nemo_rl.models.engine.mesh import Mesh, build_mesh
+from nemo_rl.models.weight_source import WeightSourceMixin
 from nemo_rl.utils.errors import MemoryExhaustedError
 
 log = logging.getLogger(__name__)
 
 
-class ModelWorker(TQWorkerMixin, DistributedWorker):
-    """One rank of a model: the split step, whole steps, evaluation, log-probabilities, saving.
+class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
+    """One rank of a model: the split step, whole steps, evaluation, log-probabilities or values, saving.
 
     The constructor is light; `initialize` builds the engine once the process group stands.
 
     Args:
-        engine_config: what to build.
+        engine_config: what to build; its head is the role.
         row_tokens: longest row; a microbatch size in rows times this is a token budget.
         tokenizer: gives the pad id of padded views, and is saved with checkpoints.
     """
@@ -109,9 +110,11 @@ class ModelWorker(TQWorkerMixin, DistributedWorker):
             raise MemoryExhaustedError(f"a pass of {self.engine.microbatch_tokens} tokens: {first_line}") from error
 
     def halve_microbatches(self) -> int:
-        """Halves the token budget of all later passes; returns the new one."""
-        self.engine.microbatch_tokens = max(1, self.engine.microbatch_tokens // 2)
-        return self.engine.microbatch_tokens
+        """Halves the token budget of all later passes; returns the new one of training."""
+        engine = self.engine
+        engine.microbatch_tokens = max(1, engine.microbatch_tokens // 2)
+        engine.inference_microbatch_tokens = max(1, engine.inference_microbatch_tokens // 2)
+        return engine.microbatch_tokens
 
     def finish_train_step(self) -> dict[str, Any]:
         """Updates the weights and closes the step; see `_train_result`."""
@@ -133,18 +136,16 @@ class ModelWorker(TQWorkerMixin, DistributedWorker):
     ) -> dict[str, Any]:
         """Optimizer steps over this rank's rows, `gbs` rows of all ranks each; without updates in `eval_mode`.
 
+        A plan on the batch (`elem_counts_per_gb`) says how many of the rows belong to each step, which may be none.
+        Without a plan every rank has the same number of them.
+
         Raises:
             ValueError: the rows do not divide into steps.
         """
-        data_ranks = self.mesh.size(DATA)
-        local = data.size if gbs is None else gbs // data_ranks
-        if local == 0 or data.size % local:
-            raise ValueError(
-                f"{data.size} rows on a rank do not divide into steps of {gbs} rows over {data_ranks} ranks"
-            )
-        steps = []
-        for start in range(0, data.size, local):
-            rows = data.slice(start, start + local)
+        steps, start = [], 0
+        for count in self._rows_per_step(data, gbs):
+            rows = data.slice(start, start + count)
+            start += count
             if eval_mode:
                 steps.append(self.engine.evaluation_step(loss_fn, rows))
                 continue
@@ -158,8 +159,25 @@ class ModelWorker(TQWorkerMixin, DistributedWorker):
         return self.engine.evaluate(loss_fn, data)
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """`logprobs [B, S]` float32: of each token given its prefix; column 0 and padding are 0."""
-        return BatchedDataDict({"logprobs": self.engine.log_probs(data, self._budget(micro_batch_size))})
+        """`logprobs [B, S]` float32: of each token given its prefix; column 0 and padding are 0.
+
+        With a column `token_mask` in `data`, which every call from a meta has, only its tokens are computed and the
+        others are 0: nothing reads them, and they would cost most of the vocabulary projection.
+        """
+        budget, targets = self._budget(micro_batch_size), data.get("token_mask")
+        return BatchedDataDict({"logprobs": self.engine.log_probs(data, budget, targets=targets)})
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """`reference_logprobs [B, S]` float32: as `get_logprobs`, by the weights that the run started from."""
+        budget, targets = self._budget(micro_batch_size), data.get("token_mask")
+        values = self.engine.log_probs(data, budget, targets=targets, reference=True)
+        return BatchedDataDict({"reference_logprobs": values})
+
+    def get_values(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """`values [B, S]` float32: the critic's estimate before each token; column 0 and padding are 0."""
+        return BatchedDataDict({"values": self.engine.values(data, self._budget(micro_batch_size))})
 
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
@@ -178,6 +196,17 @@ class ModelWorker(TQWorkerMixin, DistributedWorker):
 
     def _get_replica_group(self) -> dist.ProcessGroup | None:
         return self.mesh.replica_group
+
+    def _rows_per_step(self, data: BatchedDataDict, gbs: int | None) -> list[int]:
+        if data.elem_counts_per_gb is not None:
+            return data.elem_counts_per_gb
+        data_ranks = self.mesh.size(DATA)
+        local = data.size if gbs is None else gbs // data_ranks
+        if local == 0 or data.size % local:
+            raise ValueError(
+                f"{data.size} rows on a rank do not divide into steps of {gbs} rows over {data_ranks} ranks"
+            )
+        return [local] * (data.size // local)
 
     def _budget(self, mbs: int | None) -> int | None:
         return None if mbs is None else mbs * self.row_tokens

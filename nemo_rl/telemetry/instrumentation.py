@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from nemo_rl.telemetry.setup import active_telemetry
 from nemo_rl.telemetry.span_groups import RLSpanGroup
@@ -95,15 +95,22 @@ def remote_trace_context(carrier: Mapping[str, str] | None) -> Generator[None, N
         context.detach(token)
 
 
-def accepts_trace_context(method: Callable[P, R]) -> Callable[..., R]:
-    """Decorator: the method also takes what `trace_context_kwargs` gives, and runs under the caller's trace."""
+def accepts_trace_context(method: Callable[..., R]) -> Callable[..., R]:
+    """Decorator: the method, which may be `async`, also takes what `trace_context_kwargs` gives, and runs under it."""
 
     @functools.wraps(method)
-    def under_caller(*args: Any, **kwargs: Any) -> R:
+    def call(*args: Any, **kwargs: Any) -> Any:
         carrier = kwargs.pop(_CARRIER_KEYWORD, None)
         with remote_trace_context(carrier):
             return method(*args, **kwargs)
 
+    @functools.wraps(method)
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
+        carrier = kwargs.pop(_CARRIER_KEYWORD, None)
+        with remote_trace_context(carrier):
+            return await cast(Any, method)(*args, **kwargs)
+
+    under_caller: Any = call_async if inspect.iscoroutinefunction(method) else call
     # Ray checks a call against the signature of the innermost function, so the keyword has to stand in this one's.
     del under_caller.__wrapped__
     signature = inspect.signature(method)
@@ -111,7 +118,7 @@ def accepts_trace_context(method: Callable[P, R]) -> Callable[..., R]:
     keyword = inspect.Parameter(_CARRIER_KEYWORD, inspect.Parameter.KEYWORD_ONLY, default=None)
     ends_in_kwargs = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
     parameters.insert(len(parameters) - ends_in_kwargs, keyword)
-    under_caller.__signature__ = signature.replace(parameters=parameters)  # pyrefly: ignore[missing-attribute]
+    under_caller.__signature__ = signature.replace(parameters=parameters)
     return under_caller
 
 

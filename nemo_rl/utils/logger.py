@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 ROWS_FILE = "rows.jsonl"
 CONFIG_FILE = "config.yaml"
+SAMPLES_FILE = "samples.jsonl"
+"""Some sampled answers of the last validated step of a PPO or GRPO run, for people."""
 _OWN_KEYS = ("step", "time")
 
 
@@ -43,6 +45,8 @@ class LoggerConfig(ConfigModel):
     """Folder of the run's files. A resumed run continues them, a fresh one keeps older ones aside."""
     log_row_ids: bool = False
     """Write `rows.jsonl`: the source ids of every trained row, by step and shard."""
+    log_rollouts: bool = False
+    """Write `rollouts.jsonl`: prompt, response and reward of every sample of a PPO or GRPO run."""
     tensorboard_enabled: bool = True
     """Write TensorBoard files to `log_dir/tensorboard`."""
     wandb_enabled: bool = False

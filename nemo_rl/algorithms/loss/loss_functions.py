@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl.algorithms.loss.config import ClippedPGLossConfig, MseValueLossConfig
 from nemo_rl.algorithms.loss.interfaces import (
     LossInputType,
     LossType,
@@ -13,9 +14,21 @@ from nemo_rl.algorithms.loss.interfaces import (
     masked_mean,
     trained_token_mask,
 )
+from nemo_rl.algorithms.loss.kl import calculate_kl
+from nemo_rl.algorithms.loss.policy_gradient import ClippedPGLossFn
+from nemo_rl.algorithms.loss.value import MseValueLossFn
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = [
+    "ClippedPGLossConfig",
+    "ClippedPGLossFn",
+    "MseValueLossConfig",
+    "MseValueLossFn",
+    "NLLLossFn",
+    "calculate_kl",
+]
 
 
 class NLLLossFn:

@@ -29,6 +29,7 @@ class _Partition:
     given: dict[str, set[str]]  # per task, the ids that it has been given
     columns: dict[str, _Column] = field(default_factory=dict)
     tags: dict[str, dict[str, Any]] = field(default_factory=dict)  # also the rows that exist, in order of arrival
+    finished: bool = False
 
 
 class NoOpDataPlaneClient(DataPlaneClient):
@@ -62,6 +63,8 @@ class NoOpDataPlaneClient(DataPlaneClient):
             partition = self._partition(partition_id)
             given = _given(partition, task_name, partition_id)
             while len(ready := _ready(partition, given, required_fields)) < batch_size:
+                if partition.finished and len(ready) == len(partition.tags.keys() - given):
+                    break
                 if not blocking:
                     return self._meta(partition_id, [], task_name, required_fields)
                 if not self._changed.wait(deadline - time.monotonic()):
@@ -76,7 +79,8 @@ class NoOpDataPlaneClient(DataPlaneClient):
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         with self._changed:
             partition = self._partition(partition_id)
-            return all(len(_given(partition, task, partition_id)) == partition.num_samples for task in task_names)
+            expected = len(partition.tags) if partition.finished else partition.num_samples
+            return all(len(_given(partition, task, partition_id)) == expected for task in task_names)
 
     def put_samples(
         self,
@@ -111,6 +115,20 @@ class NoOpDataPlaneClient(DataPlaneClient):
             partition = self._partition(partition_id)
             columns = {name: _read(partition, name, sample_ids, partition_id) for name in select_fields}
         return TensorDict(columns, batch_size=[len(sample_ids)])
+
+    def get_meta(self, sample_ids: Sequence[str], partition_id: str) -> KVBatchMeta:
+        with self._changed:
+            partition = self._partition(partition_id)
+            missing = [sample_id for sample_id in sample_ids if sample_id not in partition.tags]
+            if missing:
+                raise KeyError(f"partition {partition_id!r} has no rows {missing}")
+            names = [name for name, column in partition.columns.items() if column.rows.keys() >= set(sample_ids)]
+            return self._meta(partition_id, sample_ids, None, names)
+
+    def finish_partition(self, partition_id: str) -> None:
+        with self._changed:
+            self._partition(partition_id).finished = True
+            self._changed.notify_all()
 
     def list_sample_ids(self, partition_id: str) -> list[str]:
         with self._changed:

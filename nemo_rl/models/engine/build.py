@@ -1,7 +1,7 @@
 """From a model directory to a trainable module: weights, attention, precision, and its place on the data axis."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from nemo_rl.models.engine.config import DATA, EngineConfig
 from nemo_rl.models.engine.mesh import Mesh
 from nemo_rl.models.engine.model_config import packing_problem, read_model_config
 from nemo_rl.models.engine.precision import compute_dtype
+from nemo_rl.models.engine.value_model import ValueModel, fill_value_head
 from nemo_rl.utils.errors import UserError
 
 # fp32 weights, gradients and two Adam moments, with as much again for activations and the bf16 copies.
@@ -24,17 +25,17 @@ _ROOM = 2.0
 
 @dataclass
 class BuiltModel:
-    """A model ready to train.
+    """A model ready to train, or a frozen one that only computes.
 
     Attributes:
         module: runs forward and backward, in the compute dtype.
         masters: the float32 parameters by name, each once, that the optimizer updates and a checkpoint keeps. They are
-            the module's own, or stand beside its copies in the compute dtype.
+            the module's own, or stand beside its copies in the compute dtype. A frozen model has none.
         compute_dtype: of parameters and activations in forward and backward.
         sharded: the parameters are split over the data axis.
     """
 
-    module: PreTrainedModel
+    module: PreTrainedModel | ValueModel
     masters: dict[str, nn.Parameter]
     compute_dtype: torch.dtype
     sharded: bool
@@ -58,10 +59,11 @@ class BuiltModel:
                 part.reshard()
 
 
-def _load(config: EngineConfig, hf_config: PretrainedConfig) -> PreTrainedModel:
+def _load(config: EngineConfig, hf_config: PretrainedConfig) -> PreTrainedModel | ValueModel:
+    """The model of the role: a causal language model as it is, or its decoder under a value head."""
     register_attention()
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             config.model_name,
             config=hf_config,
             dtype=torch.float32,
@@ -70,7 +72,14 @@ def _load(config: EngineConfig, hf_config: PretrainedConfig) -> PreTrainedModel:
         )
     except (OSError, ValueError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"policy.model_name: {config.model_name}: {first_line}") from error
+        raise UserError(f"{config.section}.model_name: {config.model_name}: {first_line}") from error
+    if config.head == "lm":
+        return model
+    critic = ValueModel(model.base_model)
+    fill_value_head(
+        critic.value_head, config.model_name, config.value_head_init, seed=config.seed, section=config.section
+    )
+    return critic
 
 
 def _should_shard(config: EngineConfig, module: nn.Module, mesh: Mesh) -> bool:
@@ -97,13 +106,13 @@ def _meminfo() -> list[tuple[str, str]]:
     return [(name, value) for name, _, value in (line.partition(":") for line in lines)]
 
 
-def _blocks(module: PreTrainedModel) -> list[nn.Module]:
+def _blocks(module: PreTrainedModel | ValueModel) -> list[nn.Module]:
     """The repeated layers, which are sharded and recomputed one by one."""
     names = set(module._no_split_modules or ())
     return [m for m in module.modules() if type(m).__name__ in names]
 
 
-def _shard(module: PreTrainedModel, mesh: Mesh, dtype: torch.dtype) -> None:
+def _shard(module: PreTrainedModel | ValueModel, mesh: Mesh, dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     data_mesh = mesh.device_mesh[DATA]
     for block in _blocks(module):
@@ -144,16 +153,19 @@ def _split_off_masters(module: nn.Module, dtype: torch.dtype) -> dict[str, nn.Pa
     return masters
 
 
-def build_model(config: EngineConfig, mesh: Mesh) -> BuiltModel:
+def build_model(config: EngineConfig, mesh: Mesh, *, frozen: bool = False) -> BuiltModel:
     """Loads the weights as float32 and prepares them for training on this rank.
+
+    Args:
+        frozen: for inference only: no gradients, and where weights are whole no float32 copy of them.
 
     Raises:
         UserError: the model can't be loaded, or can't be packed.
     """
-    hf_config = read_model_config(config.model_name, config.hf_config_overrides)
+    hf_config = read_model_config(config.model_name, config.hf_config_overrides, section=config.section)
     problem = packing_problem(hf_config)
     if problem:
-        raise UserError(f"policy.model_name: {problem}")
+        raise UserError(f"{config.section}.model_name: {problem}")
     dtype = compute_dtype(config.precision, mesh.device)
     module = _load(config, hf_config).train()
     nn.Module.to(module, mesh.device)
@@ -162,6 +174,18 @@ def build_model(config: EngineConfig, mesh: Mesh) -> BuiltModel:
     sharded = _should_shard(config, module, mesh)
     if sharded:
         _shard(module, mesh, dtype)
+    if frozen:
+        module.eval().requires_grad_(False)
+        if not sharded:
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(dtype)
+        return BuiltModel(module=module, masters={}, compute_dtype=dtype, sharded=sharded)
     own = sharded or dtype == torch.float32
     masters = dict(module.named_parameters()) if own else _split_off_masters(module, dtype)
     return BuiltModel(module=module, masters=masters, compute_dtype=dtype, sharded=sharded)
+
+
+def build_reference(config: EngineConfig, mesh: Mesh, *, sharded: bool) -> BuiltModel:
+    """A frozen model with the weights of `model_name`, laid out like the trained one beside it."""
+    layout = "shard" if sharded else "replicate"
+    return build_model(replace(config, data_parallel=layout, activation_checkpointing=False), mesh, frozen=True)

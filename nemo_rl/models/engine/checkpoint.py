@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 OPTIMIZER_JSON = "optimizer.json"
 
 
-def _weights(engine: Engine) -> dict[str, Tensor]:
+def module_weights(engine: Engine) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name. Tied weights appear once, so they stay tied."""
     module = engine.model.module
     state = {name: p.detach() for name, p in engine.model.masters.items()}
@@ -90,7 +90,7 @@ def _write(tensors: dict[str, Tensor], directory: Path, group: dist.ProcessGroup
     dcp.save(tensors, storage_writer=writer, process_group=group)
 
 
-def _read(tensors: dict[str, Tensor], directory: Path, group: dist.ProcessGroup) -> None:
+def _read(tensors: dict[str, Tensor], directory: Path, group: dist.ProcessGroup, section: str) -> None:
     """Copies into `tensors` in place.
 
     Raises:
@@ -111,7 +111,7 @@ def _read(tensors: dict[str, Tensor], directory: Path, group: dist.ProcessGroup)
             size = tuple(getattr(entry, "size", ()))
             raise UserError(
                 f"checkpoint {directory} is of another model: {name!r} is {size} there and "
-                f"{tuple(tensor.shape)} in policy.model_name"
+                f"{tuple(tensor.shape)} in {section}.model_name"
             )
     dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), process_group=group)
 
@@ -133,7 +133,7 @@ class EngineCheckpointer:
         """
         self.wait()
         engine = self._engine
-        weights = _copy(_weights(engine))
+        weights = _copy(module_weights(engine))
         optimizer = None
         if optimizer_dir is not None and engine.optimizer is not None and engine.schedule is not None:
             tensors, scalars = _optimizer_state(engine)
@@ -195,7 +195,7 @@ class EngineCheckpointer:
             UserError: a missing directory, or a checkpoint of another model or optimizer.
         """
         engine = self._engine
-        _read(_weights(engine), weights_dir, engine.mesh.save_group)
+        _read(module_weights(engine), weights_dir, engine.mesh.save_group, engine.config.section)
         engine.model.publish()
         if optimizer_dir is None or engine.optimizer is None or engine.schedule is None:
             return
@@ -206,12 +206,13 @@ class EngineCheckpointer:
         name = engine.config.optimizer.name if engine.config.optimizer else None
         if document["optimizer"] != name:
             raise UserError(
-                f"policy.optimizer.name is {name!r}, but {optimizer_dir} was saved by {document['optimizer']!r}"
+                f"{engine.config.section}.optimizer.name is {name!r}, but {optimizer_dir} was saved by "
+                f"{document['optimizer']!r}"
             )
         if document["scalars"]:
             _fill_optimizer_state(engine.optimizer)
             tensors, _ = _optimizer_state(engine)
-            _read(tensors, optimizer_dir, engine.mesh.save_group)
+            _read(tensors, optimizer_dir, engine.mesh.save_group, engine.config.section)
             for parameter_name, parameter in engine.model.masters.items():
                 state = engine.optimizer.state[parameter]
                 for entry, value in document["scalars"].get(parameter_name, {}).items():

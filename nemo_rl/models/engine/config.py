@@ -7,7 +7,8 @@ DATA, CONTEXT, TENSOR, PIPELINE = "data_parallel", "context_parallel", "tensor_p
 AXES: tuple[str, ...] = (PIPELINE, DATA, CONTEXT, TENSOR)
 """Mesh axes, outermost first: rank = ((pipeline * data + d) * context + c) * tensor + t."""
 
-HeadName = Literal["lm"]
+HeadName = Literal["lm", "value"]
+ValueHeadInit = Literal["zero", "normal"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +43,33 @@ class ScheduleSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """One model's training set-up. `microbatch_tokens` is the token budget of a forward pass."""
+    """One model's training set-up.
+
+    Attributes:
+        head: `lm` gives log-probabilities of tokens, `value` one number per token; it decides what is loaded.
+        value_head_init: start of a value head that `model_name` does not hold; `normal` draws from N(0, 0.02).
+        temperature: the LM head's logits are divided by it, as the sampler's are.
+        reference: also hold a frozen copy of the weights of `model_name`.
+        microbatch_tokens: token budget of a forward pass.
+        inference_microbatch_tokens: that of a pass without gradients; None takes the other.
+        seed: of dropout and of a drawn value head.
+        section: of the config, for messages: `policy` or `value`.
+    """
 
     model_name: str
     optimizer: OptimizerSpec | None
     schedule: ScheduleSpec = ScheduleSpec()
     hf_config_overrides: dict[str, Any] = field(default_factory=dict)
     head: HeadName = "lm"
+    value_head_init: ValueHeadInit = "zero"
+    temperature: float = 1.0
+    reference: bool = False
     precision: str = "auto"
     parallel: ParallelSizes = ParallelSizes()
     data_parallel: Literal["auto", "replicate", "shard"] = "auto"
     max_grad_norm: float | None = 1.0
     activation_checkpointing: bool = False
     microbatch_tokens: int = 4096
+    inference_microbatch_tokens: int | None = None
     seed: int = 42
+    section: str = "policy"

@@ -23,10 +23,10 @@ from nemo_rl.algorithms.loss.interfaces import (
     metric_rule,
     trained_token_mask,
 )
-from nemo_rl.models.engine.build import build_model
+from nemo_rl.models.engine.build import BuiltModel, build_model, build_reference
 from nemo_rl.models.engine.config import DATA, EngineConfig
 from nemo_rl.models.engine.gradients import scale_and_clip, sum_over_data_ranks, sync_in_backward
-from nemo_rl.models.engine.heads import Head, LMHead
+from nemo_rl.models.engine.heads import Head, LMHead, ValueHead
 from nemo_rl.models.engine.mesh import Mesh
 from nemo_rl.models.engine.microbatch import SHAPE_MULTIPLE, Pack, build_pack, filler_pack, plan_packs
 from nemo_rl.models.engine.optimizer import build_optimizer, build_schedule
@@ -74,24 +74,29 @@ class StepResult:
 
 
 class Engine:
-    """A model that can be trained by any loss over its head's output.
+    """A model that can be trained by any loss over its head's output: a policy or a critic.
 
     Rows come in as `input_ids [B, S]`, `input_lengths [B]`, `token_mask [B, S]`, `sample_mask [B]` and whatever else
-    the loss reads, on the CPU; the engine packs them to its token budget.
+    the loss reads, on the CPU; the engine packs them to its token budget. Passes without gradients may come between the
+    calls of an open step and change nothing of it.
     """
 
     def __init__(self, config: EngineConfig, mesh: Mesh):
         self.config = config
         self.mesh = mesh
         self.model = build_model(config, mesh)
-        self.head: Head = LMHead()
+        self.reference = build_reference(config, mesh, sharded=self.model.sharded) if config.reference else None
+        self.head: Head = LMHead(config.temperature) if config.head == "lm" else ValueHead()
         self.optimizer = None
         self.schedule = None
         if config.optimizer is not None:
-            self.optimizer = build_optimizer(config.optimizer, self.model.trainable, fused=not self.model.sharded)
-            self.schedule = build_schedule(config.schedule, self.optimizer)
+            self.optimizer = build_optimizer(
+                config.optimizer, self.model.trainable, fused=not self.model.sharded, section=config.section
+            )
+            self.schedule = build_schedule(config.schedule, self.optimizer, section=config.section)
         self.num_steps = 0
         self.microbatch_tokens = config.microbatch_tokens
+        self.inference_microbatch_tokens = config.inference_microbatch_tokens or config.microbatch_tokens
         self._step: _OpenStep | None = None
 
     @property
@@ -106,14 +111,13 @@ class Engine:
 
         Raises:
             RuntimeError: a step is open, or the engine was built without an optimizer.
+            ValueError: the loss wants something else than the head gives.
         """
         if self._step is not None:
             raise RuntimeError("a training step is already open; finish or abort it first")
         if self.optimizer is None:
             raise RuntimeError("this model was built without an optimizer, so it can't be trained")
-        if loss_fn.input_type is not LossInputType.LOGPROB:
-            raise ValueError(f"the LM head gives log-probabilities, but the loss wants {loss_fn.input_type.value}")
-        self.model.module.train()
+        self._check_loss(loss_fn)
         self.optimizer.zero_grad()
         # Dropout draws depend on the step and the rank only, so a resumed run draws what an uninterrupted one does.
         torch.manual_seed(self.config.seed + self.num_steps * dist.get_world_size() + dist.get_rank())
@@ -127,6 +131,7 @@ class Engine:
             RuntimeError: no step is open.
         """
         step = self._require_step()
+        self.model.module.train()  # here, since an inference pass may come between two calls of a step
         step.valid_rows += float(rows["sample_mask"].double().sum())
         step.valid_tokens += float(trained_token_mask(rows).double().sum())
         for pack in self._packs(rows, step.microbatch_tokens):
@@ -196,6 +201,7 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, loss_fn: LossFunction, rows: Rows) -> dict[str, float]:
         """Raw sums over this rank's rows: `loss_sum`, `valid_tokens`, `valid_rows`. Changes nothing."""
+        self._check_loss(loss_fn)
         self.model.module.eval()
         loss_sum = 0.0
         for pack in self._packs(rows, self.microbatch_tokens):
@@ -225,22 +231,73 @@ class Engine:
             records=[],
         )
 
+    def log_probs(
+        self,
+        rows: Rows,
+        microbatch_tokens: int | None = None,
+        *,
+        targets: Tensor | None = None,
+        reference: bool = False,
+    ) -> Tensor:
+        """Log-probability of tokens given their prefix, float32 `[B, S]` on the CPU.
+
+        Args:
+            rows: `input_ids [B, S]` and `input_lengths [B]` are read.
+            targets: `[B, S]`, not 0 where a log-probability is wanted; elsewhere it comes out as 0 and costs no
+                vocabulary projection. None wants that of every token. Column 0 has no prefix and is always 0.
+            reference: by the frozen weights instead of the trained ones.
+
+        Raises:
+            RuntimeError: the model is a critic, or has no reference.
+        """
+        if self.head.input_type is not LossInputType.LOGPROB:
+            raise RuntimeError("a critic gives no log-probabilities")
+        model = self.model
+        if reference:
+            if self.reference is None:
+                raise RuntimeError("this model was built without a reference; set init_reference_model")
+            model = self.reference
+        return self._head_outputs(model, rows, microbatch_tokens, targets)
+
+    def values(self, rows: Rows, microbatch_tokens: int | None = None) -> Tensor:
+        """The critic's estimate before each token, float32 `[B, S]` on the CPU: column t is the head's output at t - 1.
+
+        Column 0 and padding are 0.
+
+        Raises:
+            RuntimeError: the model is no critic.
+        """
+        if self.head.input_type is not LossInputType.LOGIT:
+            raise RuntimeError("this model has no value head")
+        return self._head_outputs(self.model, rows, microbatch_tokens, None)
+
+    # -- shared -------------------------------------------------------------------------------------------------------
+
+    def _check_loss(self, loss_fn: LossFunction) -> None:
+        if loss_fn.input_type is not self.head.input_type:
+            raise ValueError(
+                f"the {self.config.head} head gives input of kind {self.head.input_type.value!r}, but the loss wants "
+                f"{loss_fn.input_type.value!r}"
+            )
+
     @torch.no_grad()
-    def log_probs(self, rows: Rows, microbatch_tokens: int | None = None) -> Tensor:
-        """Log-probability of every token given its prefix, float32 `[B, S]` on the CPU; column 0 and padding are 0."""
-        self.model.module.eval()
+    def _head_outputs(
+        self, model: BuiltModel, rows: Rows, microbatch_tokens: int | None, targets: Tensor | None
+    ) -> Tensor:
+        """What the head says of the targets, float32 `[B, S]` on the CPU, 0 elsewhere; None means every token."""
+        model.module.eval()
         width = rows["input_ids"].size(1)
         out = torch.zeros(rows["input_ids"].shape, dtype=torch.float32)
         columns = torch.arange(width)
-        everything = (columns[None, :] > 0) & (columns[None, :] < rows["input_lengths"][:, None])
-        for pack in self._packs(rows, microbatch_tokens or self.microbatch_tokens, everything):
-            values = self._head_output(pack)
+        wanted = (columns[None, :] > 0) & (columns[None, :] < rows["input_lengths"][:, None])
+        if targets is not None:
+            wanted &= targets != 0
+        for pack in self._packs(rows, microbatch_tokens or self.inference_microbatch_tokens, wanted):
+            values = self._head_output(pack, model)
             if not pack.is_filler:
                 out[pack.rows.cpu()] = pack.to_rows(values, width).cpu()
-        self.model.reshard()
+        model.reshard()
         return out
-
-    # -- shared -------------------------------------------------------------------------------------------------------
 
     def _require_step(self) -> _OpenStep:
         if self._step is None:
@@ -269,8 +326,8 @@ class Engine:
             packs += [filler_pack()] * (int(most) - len(packs))
         return packs
 
-    def _head_output(self, pack: Pack) -> Tensor:
-        return self.head(self.model.module, pack.to(self.mesh.device))
+    def _head_output(self, pack: Pack, model: BuiltModel | None = None) -> Tensor:
+        return self.head((model or self.model).module, pack.to(self.mesh.device))
 
     def _loss(self, loss_fn: LossFunction, rows: Rows, pack: Pack) -> tuple[Tensor, dict[str, float]]:
         """The raw-sum loss of a pack and its metrics."""
@@ -283,8 +340,10 @@ class Engine:
             for key, value in rows.items()
             if isinstance(value, Tensor) and value.size(0) == rows["input_ids"].size(0)
         }
-        next_token_logprobs = pack.to_rows(values, width)[:, 1:]
-        return loss_fn(data, 1.0, 1.0, next_token_logprobs=next_token_logprobs)
+        by_column = pack.to_rows(values, width)
+        if loss_fn.input_type is LossInputType.LOGIT:
+            return loss_fn(data, 1.0, 1.0, logits=by_column)
+        return loss_fn(data, 1.0, 1.0, next_token_logprobs=by_column[:, 1:])
 
     def _reduce_gradients(self) -> None:
         if self.model.sharded:

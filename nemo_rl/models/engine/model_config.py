@@ -21,23 +21,25 @@ _MODELS_OUTSIDE_ATTENTION = (
 )
 
 
-def read_model_config(name: str, overrides: dict[str, Any] | None = None) -> PretrainedConfig:
+def read_model_config(
+    name: str, overrides: dict[str, Any] | None = None, *, section: str = "policy"
+) -> PretrainedConfig:
     """The model's transformers config; `overrides` replace its fields. Never runs code of the model's repository.
 
     Raises:
-        UserError: a local directory without `config.json`, or a name that can't be found.
+        UserError: a local directory without `config.json`, or a name that can't be found; `section` is where it stands.
     """
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
-        raise UserError(f"policy.model_name: {name} has no config.json, so it is not a model directory")
+        raise UserError(f"{section}.model_name: {name} has no config.json, so it is not a model directory")
     if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
-        raise UserError(f"policy.model_name: there is no directory {name}")
+        raise UserError(f"{section}.model_name: there is no directory {name}")
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False, **(overrides or {}))
     except (OSError, ValueError, KeyError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"policy.model_name: {name!r} is no local directory and could not be loaded as a model ({first_line})"
+            f"{section}.model_name: {name!r} is no local directory and could not be loaded as a model ({first_line})"
         ) from error
 
 

@@ -35,20 +35,23 @@ def check_kwargs(cls: Any, kwargs: dict[str, Any], key: str) -> list[str]:
     ]
 
 
-def build_optimizer(spec: OptimizerSpec, parameters: Sequence[nn.Parameter], *, fused: bool) -> Optimizer:
+def build_optimizer(
+    spec: OptimizerSpec, parameters: Sequence[nn.Parameter], *, fused: bool, section: str = "policy"
+) -> Optimizer:
     """The optimizer over `parameters`.
 
     Args:
         spec: class and arguments.
         parameters: those to update.
         fused: use torch's one-pass kernel where the class has one and the config does not say.
+        section: of the config, for messages.
 
     Raises:
         UserError: unknown class or argument.
     """
-    cls = torch_class(spec.name, torch.optim, "torch.optim", "policy.optimizer.name")
+    cls = torch_class(spec.name, torch.optim, "torch.optim", f"{section}.optimizer.name")
     kwargs = dict(spec.kwargs)
-    problems = check_kwargs(cls, kwargs, "policy.optimizer.kwargs")
+    problems = check_kwargs(cls, kwargs, f"{section}.optimizer.kwargs")
     if problems:
         raise UserError("; ".join(problems))
     if fused and not kwargs.get("foreach") and "fused" in inspect.signature(cls.__init__).parameters:
@@ -56,7 +59,7 @@ def build_optimizer(spec: OptimizerSpec, parameters: Sequence[nn.Parameter], *, 
     return cls(parameters, **kwargs)
 
 
-def build_schedule(spec: ScheduleSpec, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+def build_schedule(spec: ScheduleSpec, optimizer: Optimizer, *, section: str = "policy") -> lr_scheduler.LRScheduler:
     """The schedule; it ticks once per optimizer step. Without phases the rate is constant.
 
     Raises:
@@ -66,13 +69,13 @@ def build_schedule(spec: ScheduleSpec, optimizer: Optimizer) -> lr_scheduler.LRS
         return lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=0)
     if len(spec.milestones) != len(spec.phases) - 1:
         raise UserError(
-            f"policy.scheduler has {len(spec.phases)} schedulers and {len(spec.milestones)} milestones; "
+            f"{section}.scheduler has {len(spec.phases)} schedulers and {len(spec.milestones)} milestones; "
             "it needs one milestone between each two"
         )
     phases = []
     for phase in spec.phases:
-        cls = torch_class(phase.name, lr_scheduler, "torch.optim.lr_scheduler", "policy.scheduler.name")
-        problems = check_kwargs(cls, phase.kwargs, "policy.scheduler.kwargs")
+        cls = torch_class(phase.name, lr_scheduler, "torch.optim.lr_scheduler", f"{section}.scheduler.name")
+        problems = check_kwargs(cls, phase.kwargs, f"{section}.scheduler.kwargs")
         if problems:
             raise UserError("; ".join(problems))
         phases.append(cls(optimizer, **phase.kwargs))

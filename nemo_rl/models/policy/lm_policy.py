@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.config import PolicyConfig
 from nemo_rl.models.driver import ModelDriver
+from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,8 +30,10 @@ class Policy(ModelDriver):
         init_optimizer: False builds a model for inference only.
         weights_path: `policy/weights` of a checkpoint to continue from.
         optimizer_path: its `policy/optimizer`.
+        init_reference_model: also hold a frozen copy of the weights of `model_name`, whatever is continued from.
         worker_extension_cls_fqn: a worker class in place of `ModelWorker`, by dotted name.
         seed: of dropout.
+        temperature: that of the sampler; logits are divided by it here too.
     """
 
     def __init__(
@@ -43,14 +46,15 @@ class Policy(ModelDriver):
         init_optimizer: bool = True,
         weights_path: str | Path | None = None,
         optimizer_path: str | Path | None = None,
+        init_reference_model: bool = False,
         worker_extension_cls_fqn: str | None = None,
         seed: int = 42,
+        temperature: float = 1.0,
     ):
         super().__init__(
             cluster,
             config,
             tokenizer,
-            section="policy",
             name_prefix=name_prefix,
             worker_class_fqn=worker_extension_cls_fqn or WORKER_CLASS,
             workers_per_node=workers_per_node,
@@ -58,20 +62,27 @@ class Policy(ModelDriver):
             weights_path=weights_path,
             optimizer_path=optimizer_path,
             seed=seed,
+            engine_options={"reference": init_reference_model, "temperature": temperature},
         )
 
-    def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+    def get_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict:
         """`logprobs [B, S]` float32 of each token given its prefix, in the order of `data`; column 0 is 0.
 
-        Raises:
-            ValueError: the rows do not divide by the number of replicas.
+        Where `data` has a column `token_mask`, of its tokens only; the others are 0. Any number of rows is taken.
         """
-        if data.size % self.data_parallel_size:
-            raise ValueError(f"{data.size} rows do not divide by {self.data_parallel_size} replicas")
-        results: list[Any] = self._call_sharded(
-            "get_logprobs",
-            reason="log-probabilities",
-            data=data.shard_by_batch_size(self.data_parallel_size),
-            common={"micro_batch_size": micro_batch_size},
-        )
-        return type(data).from_batches(results)
+        with (timer or Timer()).time("get_logprobs/submit_futures"):
+            return self._infer("get_logprobs", data, micro_batch_size, reason="log-probabilities")
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict:
+        """`reference_logprobs [B, S]` float32: as `get_logprobs`, by the weights that the run started from.
+
+        Raises:
+            RunError: the policy was built without `init_reference_model`.
+        """
+        with (timer or Timer()).time("get_reference_policy_logprobs/submit_futures"):
+            method = "get_reference_policy_logprobs"
+            return self._infer(method, data, micro_batch_size, reason="reference log-probabilities")

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.data_plane.driver_mixin import TQDriverMixin
-from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneRuntimeConfig, KVBatchMeta
-from nemo_rl.data_plane.preshard import shard_meta_for_dp, stamp_common_width
-from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS
+from nemo_rl.data_plane.preshard import stamp_common_width
+from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from nemo_rl.models.driver import aggregate_train_results
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.utils.errors import MemoryExhaustedError
+from nemo_rl.models.tq_driver import TQModelDriver
 from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.loss.interfaces import LossFunction
 
-log = logging.getLogger(__name__)
+# The tasks that read the rows of a step, in their order.
+_PREV_LP, _REF_LP, _TRAIN = "prev_lp", "ref_lp", "train"
 
 
-class TQPolicy(TQDriverMixin, Policy):
-    """A `Policy` whose training calls take metas.
+class TQPolicy(TQModelDriver, Policy):
+    """A `Policy` whose calls take metas. It starts what the clients of a shared plane attach to.
 
     Args:
         dp_cfg: the data plane; workers attach to it when the policy is built.
@@ -35,42 +33,109 @@ class TQPolicy(TQDriverMixin, Policy):
         ValueError: there is no data axis to place rows on.
     """
 
+    _bootstraps = True
+    _train_fields = DP_TRAIN_FIELDS
+    _train_task = _TRAIN
+    _train_label = "policy_training"
+
     def __init__(self, *args: Any, dp_cfg: DataPlaneRuntimeConfig, tq_partition_id: str = "train", **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if self.data_parallel_size <= 0:
-            raise ValueError(f"the data axis has size {self.data_parallel_size}")
-        self.dp_cfg = dp_cfg
+        super().__init__(*args, dp_cfg=dp_cfg, **kwargs)
         self.tq_partition_id = tq_partition_id
-        self.dp_client = build_data_plane_client(dp_cfg, bootstrap=True)
-        self._call_all("setup_data_plane", reason="attaching to the data plane", cfg=dp_cfg)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The handles without the data-plane client; a copy in another process attaches on its own."""
-        return {key: value for key, value in self.__dict__.items() if key != "dp_client"}
+    # -- rows of a step -----------------------------------------------------------------------------------------------
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.dp_client = build_data_plane_client(self.dp_cfg, bootstrap=False)
+    def prepare_step(self, num_samples: int, group_size: int | None = None) -> None:
+        """Registers the partition of a step.
 
-    def shutdown(self) -> bool:
-        """Closes the data-plane client, then ends the workers."""
-        try:
-            self.dp_client.close()
-        except Exception as error:  # noqa: BLE001  a plane that fails to close must not keep the workers alive
-            log.warning("closing the data plane: %s", error)
-        return super().shutdown()
+        Args:
+            num_samples: its rows.
+            group_size: rows per prompt, as the interface has it; rows carry their group in their id.
+        """
+        self.dp_client.register_partition(
+            self.tq_partition_id, DP_TRAIN_FIELDS, num_samples, [_PREV_LP, _REF_LP, _TRAIN]
+        )
 
-    # -- one optimizer step in parts ----------------------------------------------------------------------------------
+    def prepare_val_partition(self, num_samples: int, *, partition_id: str = "val") -> None:
+        """Registers a partition for rows that are only scored; its one task has its name."""
+        self.dp_client.register_partition(partition_id, DP_TRAIN_FIELDS, num_samples, [partition_id])
 
-    def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
-        """Opens a step on every worker.
+    def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
+        """Removes rows from the plane; those that are not there are no error."""
+        self.dp_client.clear_samples(list(sample_ids), partition_id)
+
+    def finish_step(self, meta: KVBatchMeta) -> None:
+        """Removes the rows of `meta` from the plane."""
+        self.discard_samples(meta.sample_ids, meta.partition_id)
+
+    # -- whole calls --------------------------------------------------------------------------------------------------
+
+    def get_logprobs_from_meta(
+        self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> None:
+        """Writes the column `prev_logprobs` of the rows: the trained positions, 0 elsewhere.
+
+        Args:
+            micro_batch_size: rows of a pass if all had the greatest length; None takes the configured budget.
+            timer: gets `get_logprobs/shard_meta` and `get_logprobs/submit_futures`.
 
         Raises:
-            RunError: a step is open.
+            ValueError: no rows, or a process-local plane.
         """
-        self._call_all(
-            "begin_train_step_presharded", reason="opening a training step", loss_fn=loss_fn, gbs=gbs, mbs=mbs
+        self._infer_on_meta(
+            "get_logprobs_presharded",
+            meta,
+            fields=LP_SEED_FIELDS,
+            task_name=_PREV_LP,
+            micro_batch_size=micro_batch_size,
+            timer=timer,
+            labels=("get_logprobs", "submit_futures"),
+            reason="log-probabilities",
         )
+
+    def get_reference_policy_logprobs_from_meta(
+        self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> None:
+        """Writes the column `reference_policy_logprobs`, as `get_logprobs_from_meta`, by the weights of the start."""
+        self._infer_on_meta(
+            "get_reference_policy_logprobs_presharded",
+            meta,
+            fields=LP_SEED_FIELDS,
+            task_name=_REF_LP,
+            micro_batch_size=micro_batch_size,
+            timer=timer,
+            labels=("get_reference_policy_logprobs", "submit_futures"),
+            reason="reference log-probabilities",
+        )
+
+    def train_from_meta(
+        self,
+        meta: KVBatchMeta,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+        train_fields: Sequence[str] = DP_TRAIN_FIELDS,
+    ) -> dict[str, Any]:
+        """Optimizer steps of `gbs` rows each over the rows of `meta`; see `aggregate_train_results`.
+
+        Args:
+            loss_fn: applied to every microbatch.
+            eval_mode: forward only.
+            gbs: None takes `train_global_batch_size`.
+            mbs: rows of a pass if all had the greatest length; None takes the configured budget.
+            timer: gets `policy_training/shard_meta` and `policy_training/submit_training_futures`.
+            train_fields: columns that the loss reads.
+
+        Raises:
+            ValueError: rows that do not divide into steps, or a process-local plane.
+        """
+        results = self._train_on_meta(
+            meta, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs, timer=timer, train_fields=train_fields
+        )
+        return aggregate_train_results(results)
+
+    # -- rows that lie with their replicas ----------------------------------------------------------------------------
 
     def train_placed_microbatches(self, dp_metas: list[KVBatchMeta], timer: Timer | None = None) -> None:
         """Forward and backward over rows that already lie with their replicas, `dp_metas[i]` with replica i.
@@ -83,44 +148,6 @@ class TQPolicy(TQDriverMixin, Policy):
         metas = self._placed(dp_metas)
         with (timer or Timer()).time("policy_training/submit_microbatch_futures"):
             self._call_sharded("train_microbatch_presharded", reason="forward and backward", meta=metas)
-
-    def train_microbatches_from_meta(
-        self, meta: KVBatchMeta, timer: Timer | None = None, train_fields: Sequence[str] = DP_TRAIN_FIELDS
-    ) -> None:
-        """Forward and backward over rows of a shared plane, dealt to the replicas here; gradients add up.
-
-        Raises:
-            ValueError: the plane is process-local, so that rows can't be dealt, or the rows do not divide.
-        """
-        if self.dp_client.process_local:
-            raise ValueError("rows of a process-local data plane lie with their replicas: train_placed_microbatches")
-        timer = timer or Timer()
-        with timer.time("policy_training/shard_meta"):
-            isolated = self._isolated_meta(meta, fields=train_fields, task_name="train")
-            metas, _ = shard_meta_for_dp(isolated, dp_world=self.data_parallel_size)
-        with timer.time("policy_training/submit_microbatch_futures"):
-            self._call_sharded("train_microbatch_presharded", reason="forward and backward", meta=metas)
-
-    def finish_train_step(self) -> dict[str, Any]:
-        """One reduction, one update; `loss`, `grad_norm`, `skipped`, `all_mb_metrics`, `num_ranks`."""
-        return aggregate_train_results(self._call_all("finish_train_step_presharded", reason="the optimizer step"))
-
-    def can_retry(self, error: BaseException) -> bool:
-        """Whether the step that failed with `error` may be tried again after `abort_train_step`.
-
-        Only when a pass ran out of memory, and only where ranks do not wait for each other inside a pass: where they
-        do, the other ranks are stuck in a collective.
-        """
-        cause = getattr(error.__cause__, "cause", None)
-        return isinstance(cause, MemoryExhaustedError) and not self.model_info["sharded"]
-
-    def halve_microbatches(self) -> int:
-        """Halves the token budget of all later passes; returns the new one."""
-        return min(self._call_all("halve_microbatches", reason="making microbatches smaller"))
-
-    def abort_train_step(self) -> None:
-        """Discards the open step on every worker; a no-op where there is none."""
-        self._call_all("abort_train_step_presharded", reason="aborting a training step")
 
     def eval_placed_microbatches(self, dp_metas: list[KVBatchMeta], loss_fn: LossFunction) -> dict[str, float]:
         """Sums over rows that lie with their replicas: `loss_sum`, `valid_tokens`, `valid_rows`.
@@ -139,4 +166,4 @@ class TQPolicy(TQDriverMixin, Policy):
     def _placed(self, dp_metas: list[KVBatchMeta]) -> list[KVBatchMeta]:
         if len(dp_metas) != self.data_parallel_size:
             raise ValueError(f"{len(dp_metas)} metas for {self.data_parallel_size} replicas")
-        return [replace(meta, task_name="train") for meta in stamp_common_width(dp_metas)]
+        return [replace(meta, task_name=_TRAIN) for meta in stamp_common_width(dp_metas)]

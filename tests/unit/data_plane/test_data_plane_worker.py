@@ -164,3 +164,21 @@ def test_refusals() -> None:
         Worker()._fetch(meta)
     with pytest.raises(NotImplementedError, match="where its rank is"):
         TQWorkerMixin()._is_replica_leader()
+
+
+def test_a_share_without_rows_runs_and_writes_nothing() -> None:
+    worker, meta = make_queue_worker()
+    none = meta.subset([]).with_fields(["values"])
+    none.extra_info.update(global_forward_pad_seqlen=6)
+    data = worker._fetch(none)
+    shapes = {name: (tuple(value.shape), value.dtype) for name, value in data.items()}
+    assert shapes == {
+        "input_ids": ((0, 6), torch.int64),
+        "input_lengths": ((0,), torch.int64),
+        "token_mask": ((0, 6), torch.float32),
+        "sample_mask": ((0,), torch.float32),
+        "values": ((0, 6), torch.float32),
+    }
+    worker.get_values_presharded(none)
+    with pytest.raises(KeyError, match="values"):
+        worker._require_dp_client().get_samples(["a"], "p", ["values"])

@@ -61,6 +61,29 @@ def test_b30_a_wait_ends_and_says_what_is_missing() -> None:
     assert client.claim_meta("train", "train", ["values"], 6, blocking=False).size == 0
 
 
+def test_b30_a_consumer_ends_with_its_producers() -> None:
+    client = make_client()
+    client.put_samples(list("abcdefg"), "train", fields=rows_of(*range(7)))
+    late = threading.Timer(0.1, lambda: client.finish_partition("train"))
+    late.start()
+    assert client.claim_meta("train", "train", ["input_ids"], 8, timeout_s=10).sample_ids == list("abcdefg")
+    late.join()
+    assert client.claim_meta("train", "train", ["input_ids"], 8, timeout_s=10).size == 0
+    assert client.check_consumption_status("train", ["train"])
+    with pytest.raises(TimeoutError, match="nobody wrote"):
+        client.claim_meta("train", "prev_lp", ["values"], 8, timeout_s=0.1)
+
+
+def test_what_is_known_of_rows() -> None:
+    client = make_client()
+    client.put_samples(["a", "b"], "train", fields=rows_of(1, 2), tags=[{"input_lengths": 4}, {"input_lengths": 5}])
+    client.put_samples(["b"], "train", fields=TensorDict({"values": torch.ones(1)}, [1]))
+    both, one = client.get_meta(["b", "a"], "train"), client.get_meta(["b"], "train")
+    assert (both.fields, both.sequence_lengths, one.fields) == (["input_ids"], [5, 4], ["input_ids", "values"])
+    with pytest.raises(KeyError, match=r"'train' has no rows \['c'\]"):
+        client.get_meta(["c"], "train")
+
+
 def test_claims_wait_for_a_producer_and_never_repeat_a_row() -> None:
     client = make_client()
     client.put_samples(["a", "b"], "train", fields=rows_of(1, 2), tags=[{"input_lengths": 4}, {"input_lengths": 5}])

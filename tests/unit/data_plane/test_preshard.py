@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.preshard import shard_meta_for_dp, stamp_common_width
+from nemo_rl.data_plane.preshard import deal_meta_by_length, shard_meta_for_dp, stamp_common_width
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 PACKING = {
@@ -115,3 +115,54 @@ def test_common_width() -> None:
     assert "global_forward_pad_seqlen" not in one.extra_info
     with pytest.raises(ValueError, match="'p2'"):
         stamp_common_width([one, KVBatchMeta("p2", None, ["a"])])
+
+
+@pytest.mark.parametrize(
+    ("rows", "dp_world", "batch_size"), [(24, 2, None), (24, 3, 8), (7, 2, None), (7, 4, 7), (2, 4, 1)]
+)
+def test_dealing_by_length_keeps_steps_apart_and_token_totals_close(
+    rows: int, dp_world: int, batch_size: int | None
+) -> None:
+    meta = make_meta(rows)
+    meta.extra_info["micro_batch_indices"] = [[[0, 1]]]  # a plan of another stage
+    before = copy.deepcopy(meta)
+    metas = deal_meta_by_length(meta, dp_world=dp_world, batch_size=batch_size)
+    assert meta == before
+    assert len(metas) == dp_world
+    assert meta.sequence_lengths is not None
+    assert meta.tags is not None
+    chunk = batch_size or rows
+    for start in range(0, rows, chunk):
+        step = start // chunk
+        totals, dealt = [], []
+        for part in metas:
+            counts = part.extra_info["elem_counts_per_gb"]
+            first = sum(counts[:step])
+            mine = [int(name[1:]) for name in part.sample_ids[first : first + counts[step]]]
+            assert mine == sorted(mine)
+            assert [part.tags[first + i] for i in range(len(mine))] == [meta.tags[row] for row in mine]
+            dealt += mine
+            totals.append(sum(meta.sequence_lengths[row] for row in mine))
+        assert sorted(dealt) == list(range(start, start + chunk))
+        # The rank with most would not have got its last row if another had had less by more than that row.
+        assert max(totals) - min(totals) <= max(meta.sequence_lengths[start : start + chunk])
+    for part in metas:
+        assert part.extra_info.keys() == {"global_forward_pad_seqlen", "elem_counts_per_gb"}
+        assert (part.partition_id, part.task_name, part.fields) == ("p", "train", ["input_ids"])
+
+
+def test_dealing_by_length_beats_contiguous_parts() -> None:
+    meta = KVBatchMeta("p", None, list("abcdef"), sequence_lengths=[100, 90, 10, 10, 10, 10])
+    metas = deal_meta_by_length(meta, dp_world=2)
+    assert [sum(part.sequence_lengths or ()) for part in metas] == [120, 110]
+
+
+def test_dealing_refusals() -> None:
+    for meta, size, message in (
+        (make_meta(4).subset([]), None, "no rows"),
+        (KVBatchMeta("p", None, ["a"]), None, "None entries for 1 rows"),
+        (make_meta(7), 5, "7 rows do not divide into steps of 5 rows"),
+        (make_meta(7), 0, "steps of 0 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            deal_meta_by_length(meta, dp_world=2, batch_size=size)

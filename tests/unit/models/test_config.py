@@ -87,6 +87,21 @@ def test_token_budget(settings: dict[str, Any], tokens: int) -> None:
     assert policy(**settings).microbatch_tokens() == tokens
 
 
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({}, 100),
+        ({"train_mb_tokens": 77}, 77),
+        ({"train_mb_tokens": 77, "logprob_batch_size": 3}, 300),
+        ({"sequence_packing": {"enabled": True, "train_mb_tokens": 300}}, 300),
+        ({"sequence_packing": {"enabled": True, "logprob_mb_tokens": 900}, "logprob_batch_size": 3}, 900),
+        ({"sequence_packing": {"enabled": False, "logprob_mb_tokens": 900}, "train_micro_batch_size": 2}, 200),
+    ],
+)
+def test_token_budget_without_gradients(settings: dict[str, Any], tokens: int) -> None:
+    assert policy(**settings).microbatch_tokens(training=False) == tokens
+
+
 def test_no_optimizer_is_named() -> None:
     with pytest.raises(UserError, match=r"policy\.optimizer is missing"):
         policy().optimizer_spec()

@@ -57,6 +57,36 @@ def test_rows_of_a_shared_plane_are_dealt_and_keep_their_tags() -> None:
     assert given == meta(["a", "b", "c", "d"], [1, 2, 3, 4])
 
 
+def test_every_call_from_a_meta_sends_its_task_and_columns() -> None:
+    policy, given = Recorder(NoOpDataPlaneClient()), meta(["a", "b", "c"], [5, 2, 2])
+    seed = ["input_ids", "input_lengths", "token_mask", "sample_mask"]
+    for call, task in (
+        (policy.get_logprobs_from_meta, "prev_lp"),
+        (policy.get_reference_policy_logprobs_from_meta, "ref_lp"),
+    ):
+        call(given)
+        assert [(m.sample_ids, m.task_name, m.fields) for m in policy.sent] == [
+            (["a"], task, seed),
+            (["b", "c"], task, seed),
+        ]
+    assert given == meta(["a", "b", "c"], [5, 2, 2])
+
+
+def test_the_rows_of_a_step_are_registered_and_removed() -> None:
+    client = NoOpDataPlaneClient()
+    policy = Recorder(client)
+    policy.tq_partition_id = "step"
+    policy.prepare_step(2, group_size=2)
+    policy.prepare_val_partition(1)
+    for partition, ids in (("step", ["a", "b"]), ("val", ["c"])):
+        client.put_samples(ids, partition, tags=[{}] * len(ids))
+    assert client.claim_meta("step", "ref_lp", [], 2).sample_ids == ["a", "b"]
+    assert client.claim_meta("val", "val", [], 1).sample_ids == ["c"]
+    policy.discard_samples(["a", "gone"], "step")
+    policy.finish_step(KVBatchMeta("val", None, ["c"]))
+    assert (client.list_sample_ids("step"), client.list_sample_ids("val")) == (["b"], [])
+
+
 def test_rows_of_a_process_local_plane_are_not_dealt() -> None:
     with pytest.raises(ValueError, match="train_placed_microbatches"):
         Recorder(LocalDataPlaneClient(LocalDataPlaneConfig())).train_microbatches_from_meta(meta(["a"], [1]))

@@ -1,0 +1,74 @@
+"""The PPO demo: fine-tune a tiny model on sums, stop it early, and let PPO with a critic improve it by its own samples.
+
+    python examples/demo_ppo.py [--seed 0]
+
+Everything it writes lies under runs/demo/ppo; nothing is downloaded. `make demo` runs it after the SFT demo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import time
+from pathlib import Path
+
+from demo_sft import OUT, ROOT, console, onehop, write_summary
+from rich.text import Text
+from sums import make_task
+
+from nemo_rl.cli.metrics_log import find_metrics_file, read_metrics
+
+RUN = OUT / "ppo"
+CONFIGS = "examples/configs"
+
+
+def last_answers(path: Path, count: int) -> list[str]:
+    """Some of the last step's samples, as `012+034= 6400 (reward 1)`."""
+    answers = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [f"{answer['prompt']} {answer['response']} (reward {answer['reward']:g})" for answer in answers[-count:]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the PPO run")
+    words = parser.parse_args()
+    shutil.rmtree(RUN, ignore_errors=True)
+    parameters = make_task(RUN, words.seed)
+    console.print(f"\nSums to learn, and a model of {parameters:,} random weights, are in {RUN.relative_to(ROOT)}")
+    onehop("sft", "--config", f"{CONFIGS}/sft_sums.yaml", f"sft.seed={words.seed}")
+    onehop("export", "runs/demo/ppo/sft/checkpoints", "runs/demo/ppo/sft_model", "--dtype", "float32")
+
+    started = time.monotonic()
+    onehop("ppo", "--config", f"{CONFIGS}/ppo_sums.yaml", f"ppo.seed={words.seed}", *words.overrides)
+    seconds = time.monotonic() - started
+    onehop("export", "runs/demo/ppo/checkpoints", "runs/demo/ppo/model", "--dtype", "float32")
+    onehop("report", "runs/demo/ppo/logs", "--out", "runs/demo/ppo/report.html")
+
+    console.print("\nAnswers at the end (lowest digit first):")
+    for answer in last_answers(RUN / "logs" / "samples.jsonl", 4):
+        console.print(Text(f"  {answer}"))
+    metrics = read_metrics(find_metrics_file(RUN / "logs"))
+    reward, step_time = metrics.series["val_reward"], metrics.series["total_step_time"]
+    summary = write_summary(
+        "ppo",
+        {
+            "first_reward": reward.values[0],
+            "last_reward": reward.values[-1],
+            "steps": step_time.steps[-1],
+            "step_s": statistics.median(step_time.values),
+            "seconds": round(seconds, 1),
+            "report": str(RUN / "report.html"),
+            "model": str(RUN / "model"),
+        },
+    )
+    console.print(
+        f"\nsampled exact match {reward.values[0]:.3f} -> {reward.values[-1]:.3f} in {step_time.steps[-1]} steps; "
+        f"see {summary}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What answers a policy's turns and rewards them."""

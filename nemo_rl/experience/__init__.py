@@ -1,0 +1,1 @@
+"""From prompts to rows in the data plane: sampling, environments, and what happens when either fails."""

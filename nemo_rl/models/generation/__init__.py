@@ -1,0 +1,1 @@
+"""Sampling from the policy: one interface, an embedded engine and vLLM behind it."""

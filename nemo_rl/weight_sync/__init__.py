@@ -1,0 +1,1 @@
+"""Handing the policy's weights to the samplers, by version."""
