@@ -111,9 +111,9 @@ def sections(master: type[BaseModel], known: type[BaseModel] | None = None) -> l
     lines: list[str] = []
     for name, field in master.model_fields.items():
         models = models_in(field.annotation)
-        if known is not None and name in known.model_fields:
-            if models == models_in(known.model_fields[name].annotation):
-                continue
+        other = known.model_fields.get(name) if known is not None else None
+        if other is not None and models == models_in(other.annotation):
+            continue
         for model in models:
             lines += section(inner_name(name, model, models), model)
     return lines

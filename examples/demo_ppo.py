@@ -8,9 +8,11 @@ Everything it writes lies under runs/demo/ppo; nothing is downloaded. `make demo
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 import shutil
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,7 +23,44 @@ from sums import make_task
 from nemo_rl.cli.metrics_log import find_metrics_file, read_metrics
 
 RUN = OUT / "ppo"
+START = 0.25  # where the fine-tuning is stopped: sampled exact match
 CONFIGS = "examples/configs"
+
+
+def exact_match(model_dir: Path, prompts: Path) -> float:
+    """The part of sampled answers that are right, through plain transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
+    ids = torch.tensor(tokenizer([row["prompt"] for row in rows], add_special_tokens=False)["input_ids"])
+    torch.manual_seed(0)
+    drawn = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=True, top_k=0
+    )
+    answers = tokenizer.batch_decode(drawn[:, ids.size(1) :])
+    return sum(answer == f"{row['answer']}E" for answer, row in zip(answers, rows, strict=True)) / len(rows)
+
+
+def stop_early(checkpoints: Path, prompts: Path) -> tuple[Path, float]:
+    """The first checkpoint that is right in `START` of its samples, or the last one, and its part of right ones."""
+    from nemo_rl.models.engine.export import export_hf
+
+    steps = sorted(checkpoints.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    scores: dict[int, float] = {}
+
+    def is_enough(index: int) -> bool:
+        with tempfile.TemporaryDirectory() as folder:
+            model = export_hf(steps[index], Path(folder) / "model", "float32")
+            scores[index] = exact_match(model, prompts)
+        return scores[index] >= START
+
+    first = min(bisect.bisect_left(range(len(steps)), True, key=is_enough), len(steps) - 1)
+    if first not in scores:
+        is_enough(first)
+    return steps[first], scores[first]
 
 
 def last_answers(path: Path, count: int) -> list[str]:
@@ -39,7 +78,9 @@ def main() -> None:
     parameters = make_task(RUN, words.seed)
     console.print(f"\nSums to learn, and a model of {parameters:,} random weights, are in {RUN.relative_to(ROOT)}")
     onehop("sft", "--config", f"{CONFIGS}/sft_sums.yaml", f"sft.seed={words.seed}")
-    onehop("export", "runs/demo/ppo/sft/checkpoints", "runs/demo/ppo/sft_model", "--dtype", "float32")
+    checkpoint, start = stop_early(RUN / "sft" / "checkpoints", RUN / "data" / "val_prompts.jsonl")
+    console.print(f"\n{checkpoint.name} is right in {start:.0%} of its samples: PPO starts there")
+    onehop("export", str(checkpoint.relative_to(ROOT)), "runs/demo/ppo/sft_model", "--dtype", "float32")
 
     started = time.monotonic()
     onehop("ppo", "--config", f"{CONFIGS}/ppo_sums.yaml", f"ppo.seed={words.seed}", *words.overrides)

@@ -18,8 +18,8 @@ class RLAlgorithmConfig(ConfigModel):
     """Steps of the run, unless `max_num_epochs` ends it earlier."""
     max_num_epochs: int = Field(default=100000, ge=1)
     """Passes over the prompts."""
-    max_rollout_turns: int = Field(default=1, ge=1)
-    """Most turns of the policy in one sample; more than 1 needs an environment that answers."""
+    max_rollout_turns: int | None = Field(default=None, ge=1)
+    """Most turns of the policy in one sample; null takes `env.max_turns`."""
     val_period: int = Field(default=0, ge=0)
     """Validate every so many steps; 0 = not on a period. Needs `data.validation`, as do the next ones."""
     val_batch_size: int = Field(default=256, ge=1)
@@ -34,7 +34,8 @@ class RLAlgorithmConfig(ConfigModel):
     """Of the order of prompts, of sampling and of dropout."""
     overlong_filtering: bool = False
     """Leave samples that were cut at their limit out of training."""
-    skip_reference_policy_logprobs_calculation: bool = True
-    """Keep no reference policy; a KL penalty needs one."""
+    skip_reference_policy_logprobs_calculation: bool | None = None
+    """Keep no reference policy. null = keep one where `loss_fn.reference_policy_kl_penalty` is above 0; true is refused
+    there."""
     seq_logprob_error_threshold: float | None = Field(default=None, gt=0)
     """Leave samples out whose mean |trainer - sampler| log-probability difference is above this (nats per token)."""

@@ -20,7 +20,7 @@ from nemo_rl.utils.logger import LoggerConfig
 log = logging.getLogger(__name__)
 
 # Names of existing recipes that change what is trained, so that a value other than this one can't be passed over.
-_ONLY_VALUE: dict[str, Any] = {
+ONLY_VALUE: dict[str, Any] = {
     "policy.dtensor_cfg.lora_cfg.enabled": False,
     "policy.automodel_cfg.lora_cfg.enabled": False,
     "policy.megatron_cfg.peft.enabled": False,
@@ -77,7 +77,7 @@ def read_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterCo
         ConfigError: unknown keys, wrong types, values out of range; all at once.
     """
     raw = load_config(path, list(overrides))
-    refused = _refused_recipe_values(raw)
+    refused = refused_recipe_values(raw, ONLY_VALUE)
     try:
         config, inert = validate_config(MasterConfig, raw)
     except ConfigError as error:
@@ -91,10 +91,10 @@ def read_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterCo
     return config
 
 
-def _refused_recipe_values(raw: Mapping[str, Any]) -> list[str]:
+def refused_recipe_values(raw: Mapping[str, Any], only_values: Mapping[str, Any]) -> list[str]:
     """One line per recipe key of `raw` that asks for something that would be trained differently here."""
     problems = []
-    for name, only in _ONLY_VALUE.items():
+    for name, only in only_values.items():
         value: Any = raw
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None

@@ -42,7 +42,7 @@ from nemo_rl.algorithms.train_metrics import train_metrics
 from nemo_rl.data_plane import traffic
 from nemo_rl.data_plane.control import ControlOnlyClient
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS
+from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOTAL_REWARD
 from nemo_rl.telemetry.instrumentation import accepts_trace_context
 from nemo_rl.telemetry.setup import init_telemetry_worker, shutdown_telemetry
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 
 ROLLOUTS = "rollouts"  # the folder of a checkpoint that holds rollouts which wait
 _POLL_S = 0.005
+_WAITING = "exposed_generation"  # the phase that waits for samples
 _SAMPLES = 16  # answers in the table
 _VAL_METRICS = ("val_reward", "val_response_tokens", "val_samples", "val_time")
 
@@ -87,7 +88,7 @@ class SingleControllerActor:
             call_worker=self._call_rollout,
             drop_rows=self._drop_rows,
         )
-        self._moved_at, self._doing = time.monotonic(), "starting"
+        self._moved_at, self._doing = time.monotonic(), ""
         self._weights = WeightSynchronizer(self._trainer, self._rollouts)
         self._logger = Logger(master_config.logger)
         self._logger.begin(resumed_after=self._state.total_steps if actor_args.last_checkpoint_path else None)
@@ -188,7 +189,6 @@ class SingleControllerActor:
 
     async def _train_step(self) -> dict[str, Any]:
         """One step: values, advantages and the critic's first epoch per chunk, everything else after the last one."""
-        self._timer = Timer()
         started = time.perf_counter()
         chunks: list[KVBatchMeta] = []
         metrics: dict[str, Any] = {}
@@ -196,6 +196,9 @@ class SingleControllerActor:
             groups, is_complete = 0, False
             while not is_complete:
                 chunk, count, is_complete = await self._next_chunk(groups)
+                if chunk is None:
+                    metrics |= await self._call_stage("finish", "computing advantages")
+                    break
                 groups += count
                 chunk = await self._infer(chunk)
                 outcome = await self._advantages(chunk, is_complete)
@@ -212,12 +215,14 @@ class SingleControllerActor:
             await asyncio.shield(self._abort())
             raise
         step_rows = chunks[0].concat(*chunks[1:])
-        metrics |= rollout_metrics(step_rows, self._version)
+        metrics |= rollout_metrics(step_rows, self._version) | self._pump.take_metrics()
         await self._drop_rows(step_rows.sample_ids)
         self._count(step_rows, metrics)
         await self._sync_weights()
         total = time.perf_counter() - started
+        # What is measured between two steps, such as a save, stands in the line of the second.
         timings = {f"timing/{label}": seconds for label, seconds in self._timer.get_timing_metrics("sum").items()}
+        self._timer = Timer()
         return (
             metrics
             | timings
@@ -230,19 +235,20 @@ class SingleControllerActor:
             }
         )
 
-    async def _next_chunk(self, have: int) -> tuple[KVBatchMeta, int, bool]:
+    async def _next_chunk(self, have: int) -> tuple[KVBatchMeta | None, int, bool]:
         """The next rows of the step, the number of their groups, and whether they complete it.
 
+        No rows where the last prompts of the step were dropped after the chunk before was taken: that one ended it.
+
         Raises:
-            RunError: too many prompts of the step were dropped, or no more can come.
+            RunError: too many prompts of the step were dropped.
         """
-        with self._timed("exposed_generation"):
+        with self._timed(_WAITING):
             while True:
                 wanted = self._pump.groups_of_step(self._version)
                 size = min(groups_per_chunk(self._config), wanted - have)
                 if size <= 0:
-                    # The last prompts of the step were dropped after the chunk before was taken.
-                    raise RunError(f"step {self._version + 1}: its last prompts were dropped while it was trained")
+                    return None, 0, True
                 meta, count = await self._pump.take(self._version, size)
                 if meta is not None:
                     return meta, count, have + count >= wanted
@@ -285,6 +291,8 @@ class SingleControllerActor:
                 for chunk in chunks:
                     await self._call(self._value.train_microbatches_from_meta, chunk)
                 results = await self._call(self._value.finish_train_step)
+        if results["skipped"] is not None:
+            self._count_skipped(f"critic_{results['skipped']}")
         return _compute_critic_metrics(results)
 
     async def _train_policy(self, chunks: list[KVBatchMeta]) -> dict[str, Any]:
@@ -299,6 +307,8 @@ class SingleControllerActor:
             REFERENCE_POLICY_LOGPROBS: not needs_reference(self._config),
         }
         fields = [name for name in DP_TRAIN_FIELDS if not absent.get(name)]
+        if self._config.loss_fn.positive_example_nll_weight > 0:
+            fields.append(TOTAL_REWARD)
         metrics: dict[str, Any] = {}
         with self._timed("policy_training"):
             for _ in range(epochs):
@@ -320,8 +330,7 @@ class SingleControllerActor:
         if skipped is None:
             state.policy_updates += 1
         else:
-            state.skipped_steps[skipped] = state.skipped_steps.get(skipped, 0) + 1
-            log.warning("an update in step %d changed nothing: %s", state.total_steps + 1, skipped.replace("_", " "))
+            self._count_skipped(skipped)
         state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped == "non_finite_gradient" else 0
         if state.skipped_in_a_row >= limit:
             raise RunError(
@@ -329,12 +338,18 @@ class SingleControllerActor:
                 "(policy.max_consecutive_skipped_steps); lower the learning rate"
             )
 
+    def _count_skipped(self, reason: str) -> None:
+        skipped = self._state.skipped_steps
+        skipped[reason] = skipped.get(reason, 0) + 1
+        log.warning("an update in step %d changed nothing: %s", self._state.total_steps + 1, reason.replace("_", " "))
+
     def _count(self, rows: KVBatchMeta, metrics: dict[str, Any]) -> None:
         state = self._state
         state.total_steps += 1
         state.consumed_samples += rows.size
-        state.total_valid_tokens += int(metrics.get("global_valid_toks", 0))
-        metrics["valid_tokens"] = int(metrics.get("global_valid_toks", 0))
+        # While the critic warms up, it alone counts them.
+        metrics["valid_tokens"] = int(metrics.get("global_valid_toks", metrics.get("critic/global_valid_toks", 0)))
+        state.total_valid_tokens += metrics["valid_tokens"]
         metrics["policy_updates"] = state.policy_updates
         metrics["consumed_samples"] = state.consumed_samples
         metrics["skipped_steps"] = sum(state.skipped_steps.values())
@@ -390,20 +405,21 @@ class SingleControllerActor:
         (self._logger.log_dir / SAMPLES_FILE).write_text("".join(f"{line}\n" for line in lines))
 
     async def _watchdog(self) -> None:
-        """Notices when neither rollouts nor training move.
+        """Notices when the step waits for samples and none come; all other waits have limits of their own.
 
         Raises:
-            RunError: nothing moved for `stall_timeout_s`, and `stall_action` is abort.
+            RunError: none came for `stall_timeout_s`, and `stall_action` is abort.
         """
         watchdog = self._config.async_rl.stall_watchdog
         while True:
             await asyncio.sleep(watchdog.interval_s)
             idle = time.monotonic() - max(self._moved_at, self._pump.moved_at)
-            if idle < watchdog.stall_timeout_s:
+            if self._doing != _WAITING or idle < watchdog.stall_timeout_s:
                 continue
             message = (
-                f"nothing moved for {idle:.0f} s (async_rl.stall_watchdog.stall_timeout_s) while {self._doing}: "
-                f"{self._pump.num_inflight} prompts in work, {self._pump.buffer.size()} ready, step {self._version + 1}"
+                f"step {self._version + 1} has waited {idle:.0f} s for samples "
+                f"(async_rl.stall_watchdog.stall_timeout_s): {self._pump.num_inflight} prompts in work, "
+                f"{self._pump.buffer.size()} ready"
             )
             if watchdog.stall_action == "abort":
                 raise RunError(message)
@@ -484,11 +500,11 @@ class SingleControllerActor:
 
     @contextlib.contextmanager
     def _timed(self, label: str) -> Any:
-        """Measures a phase of the step and tells the watchdog that it began."""
-        self._doing, self._moved_at = label.replace("_", " "), time.monotonic()
+        """Measures a phase of the step and tells the watchdog which it is."""
+        self._doing, self._moved_at = label, time.monotonic()
         with self._timer.time(label):
             yield
-        self._moved_at = time.monotonic()
+        self._doing = ""
 
     async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A blocking call to workers, in a thread of its own; its waits are bounded."""

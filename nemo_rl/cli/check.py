@@ -28,7 +28,9 @@ def check(
     from nemo_rl.utils.config import load_config
 
     sections = load_config(file, overrides or [])
-    facts = _check_rl(file, overrides or []) if {"ppo", "grpo"} & set(sections) else _check_sft(file, overrides or [])
+    # A stray `ppo.key=value` beside an `sft` section is a mistake in an SFT run, and told as one.
+    is_rl = "sft" not in sections and bool({"ppo", "grpo"} & set(sections))
+    facts = (_check_rl if is_rl else _check_sft)(file, overrides or [])
     print_facts(Console(), facts)
 
 

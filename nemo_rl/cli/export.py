@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,14 @@ import typer
 
 from nemo_rl.utils.checkpoint_digests import find_damage
 from nemo_rl.utils.errors import UserError
+
+
+class Role(StrEnum):
+    """A model of a PPO run; SFT and GRPO have the policy only."""
+
+    POLICY = "policy"
+    VALUE = "value"
+
 
 _NAMED_FILES = 10
 _STEP_DIR = re.compile(r"step_(\d+)")
@@ -28,6 +37,7 @@ def export(
         Path, typer.Argument(metavar="OUT", help="Directory to write; must be new or empty.", show_default=False)
     ],
     dtype: Annotated[str, typer.Option(help="Numbers of the weights: float32, bfloat16 or float16.")] = "bfloat16",
+    role: Annotated[Role, typer.Option(help="Which model of a PPO run.")] = Role.POLICY,
 ) -> None:
     """Write a checkpoint's weights, config and tokenizer for transformers, vLLM and others."""
     step_dir = newest_step_dir(checkpoint)
@@ -41,7 +51,7 @@ def export(
     from nemo_rl.models.engine.export import export_hf
 
     disable_progress_bar()
-    export_hf(step_dir, out, dtype)
+    export_hf(step_dir, out, dtype, role.value)
     print_line(Console(), f"{step_dir} -> {out} ({dtype})")
 
 

@@ -1,4 +1,4 @@
-"""Which curves of a run stand on its report, SFT and PPO alike: a chart is left out when the run has none of its lines."""
+"""Which curves stand on the report of a run, SFT and PPO alike; a chart without any of its lines is left out."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def main_charts_of(log: MetricsLog) -> list[Chart]:
         chart(
             "KL",
             "nats per token",
-            line("to the policy before the step", "policy_kl_error", smooth=True),
-            line("to the sampler", "gen_kl_error", smooth=True),
-            line("to the reference", "kl_penalty", smooth=True),
+            line("trainer to sampler", "policy_kl_error", smooth=True),
+            line("sampler to trainer", "gen_kl_error", smooth=True),
+            line("policy to reference", "kl_penalty", smooth=True),
         ),
         chart(
             "Length of a response",

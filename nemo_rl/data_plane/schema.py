@@ -1,6 +1,7 @@
 """Names of the columns, and the sets of them that each stage reads.
 
-Every column has exactly one writer, named here. Shapes are those of one row; `[T]` means one entry per token of the
+Every column has exactly one writer, named here; the advantage stage alone rewrites one, `sample_mask`, where it leaves
+rows out. Shapes are those of one row; `[T]` means one entry per token of the
 row, so that `N` rows read together are `[N, S]`, padded on the right to the width `S`.
 """
 

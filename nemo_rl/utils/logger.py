@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 ROWS_FILE = "rows.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
 CONFIG_FILE = "config.yaml"
 SAMPLES_FILE = "samples.jsonl"
 """Some sampled answers of the last validated step of a PPO or GRPO run, for people."""
@@ -100,12 +101,12 @@ class Logger:
 
         Args:
             resumed_after: the step of the checkpoint that is resumed; None for a fresh run, for which
-                `metrics.jsonl` and `rows.jsonl` of an earlier run become `metrics.1.jsonl` and so on.
+                `metrics.jsonl`, `rows.jsonl` and `rollouts.jsonl` of an earlier run become `metrics.1.jsonl` and so on.
         """
         if resumed_after is not None:
             self.resume_from(resumed_after)
             return
-        for name in (METRICS_FILE, ROWS_FILE):
+        for name in (METRICS_FILE, ROWS_FILE, ROLLOUTS_FILE):
             path = self._dir / name
             if path.exists():
                 numbers = itertools.count(1)

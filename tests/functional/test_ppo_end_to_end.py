@@ -48,7 +48,8 @@ def chunked(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finishe
 def assert_same_metrics(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], rel: float) -> None:
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
-        for name in COMPARED:
+        # The warm-up of the critic has no numbers of the policy.
+        for name in COMPARED if "loss" in b else COMPARED[:2]:
             assert a[name] == pytest.approx(b[name], rel=rel, abs=1e-6), (a["step"], name)
 
 

@@ -91,10 +91,10 @@ def mismatch(policy: Policy, outputs: list[GenerationOutput], skip: int = 0) -> 
     )
 
 
-@pytest.mark.parametrize(("ranks", "data_parallel"), [(2, "replicate"), (2, "shard")])
-def test_samplers_follow_the_trainer(cluster: RayVirtualCluster, tmp_path: Path, ranks: int, data_parallel: str):
+@pytest.mark.parametrize("data_parallel", ["shard", pytest.param("replicate", marks=pytest.mark.slow)])
+def test_two_ranks(cluster: RayVirtualCluster, tmp_path: Path, data_parallel: str):
     model = make_model_dir(tmp_path / "model")
-    policy = make_policy(cluster, model, ranks, data_parallel)
+    policy = make_policy(cluster, model, 2, data_parallel)
     samplers = make_samplers(cluster, model, count=2)
     try:
         follow(policy, samplers, steps=3)

@@ -69,6 +69,8 @@ class RolloutPump:
         self._missing: dict[int, int] = {}  # per step, prompts that were dropped and not replaced
         self._replacing: dict[str, int] = {}  # per group that replaces one, which attempt it is
         self._dropped_in_a_row = 0
+        self._env_sums: dict[str, float] = {}
+        self._num_samples = self._retried_groups = 0
         self.may_dispatch = asyncio.Event()
         self.moved_at = time.monotonic()
 
@@ -113,6 +115,13 @@ class RolloutPump:
         return await self._sampler.select(
             current_train_weight=version, min_prompt_groups=least, max_prompt_groups=count
         )
+
+    def take_metrics(self) -> dict[str, float]:
+        """What came in since the last call: `env/<name>`, means over the samples of what the environment reports, and
+        `retried_groups`, those of which a sample took more than one attempt."""
+        sums, self._env_sums, samples, self._num_samples = self._env_sums, {}, self._num_samples, 0
+        retried, self._retried_groups = self._retried_groups, 0
+        return {f"env/{name}": total / samples for name, total in sums.items()} | {"retried_groups": retried}
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values: the groups that wait, and the orders without a result, which a resumed run gives again."""
@@ -204,12 +213,20 @@ class RolloutPump:
         if result.status == "ready" and result.meta is not None:
             self._dropped_in_a_row = 0
             self._replacing.pop(result.group_id, None)
+            self._note(result)
             group = BufferedGroup(
                 result.group_id, result.meta, result.start_version, result.end_version, order.target_step
             )
             self.buffer.add(group)
         else:
             self._drop(order, result.reason or "unknown")
+
+    def _note(self, result: GroupResult) -> None:
+        self._retried_groups += result.attempts > 1
+        self._num_samples += len(result.samples)
+        for sample in result.samples:
+            for name, value in sample.env.items():
+                self._env_sums[name] = self._env_sums.get(name, 0.0) + value
 
     def _drop(self, order: GroupOrder, reason: str) -> None:
         """Counts a prompt whose samples failed, and replaces it where the config says so.

@@ -29,6 +29,8 @@ from nemo_rl.utils.errors import UserError
 from nemo_rl.utils.json_values import json_value
 from nemo_rl.utils.logger import check_logger
 
+_DECIDES_SAMPLES = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids")
+
 
 @dataclass(frozen=True)
 class ResumePaths:
@@ -115,7 +117,11 @@ def inspect_rl_inputs(config: MasterConfig) -> RLInputs:
         refused = attempt(lambda model=model: check_overrides(model))
         problems += refused or []
         if refused == []:
-            hf_config = attempt(lambda model=model: read_model_config(model.model_name, model.hf_config_overrides))
+            hf_config = attempt(
+                lambda model=model: read_model_config(
+                    model.model_name, model.hf_config_overrides, section=model.section
+                )
+            )
             if hf_config is not None and (problem := packing_problem(hf_config)):
                 problems.append(f"{model.section}.model_name: {problem}")
             models[model.section] = hf_config
@@ -208,6 +214,10 @@ def _identity(
         "adv_estimator": algorithm.adv_estimator.model_dump(mode="json"),
         "loss_fn": config.loss_fn.model_dump(mode="json"),
         "vocabulary": len(tokenizer),
+        "template": config.data.train.template,
+        "env": config.env.model_dump(mode="json"),
+        "generation": config.policy.generation.model_dump(mode="json", include=set(_DECIDES_SAMPLES)),
+        "sampler": config.async_rl.sampler.name,
     }
     for model, ticks in zip(_models(config), updates(config, steps), strict=True):
         record[model.section] = {

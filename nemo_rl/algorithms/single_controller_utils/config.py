@@ -15,6 +15,7 @@ from nemo_rl.algorithms.async_utils.staleness_sampler import build_sampler
 from nemo_rl.algorithms.grpo import GRPOConfig
 from nemo_rl.algorithms.loss.config import ClippedPGLossConfig, MseValueLossConfig
 from nemo_rl.algorithms.ppo import PPOConfig
+from nemo_rl.algorithms.sft_config import ONLY_VALUE, refused_recipe_values
 from nemo_rl.data.prompts import RLDataConfig
 from nemo_rl.data_plane.interfaces import DataPlaneConfig
 from nemo_rl.distributed.config import ClusterConfig
@@ -30,6 +31,23 @@ from nemo_rl.utils.errors import ConfigError, UserError
 from nemo_rl.utils.logger import LoggerConfig
 
 log = logging.getLogger(__name__)
+
+# Names of existing recipes that change what is trained, so that a value other than this one can't be passed over.
+_ONLY_VALUE: dict[str, Any] = {
+    **ONLY_VALUE,
+    **{name.replace("policy.", "value.", 1): only for name, only in ONLY_VALUE.items()},
+    **{
+        f"{section}.{key}": only
+        for section in ("ppo", "grpo")
+        for key, only in (
+            ("use_dynamic_sampling", False),
+            ("reward_shaping.enabled", False),
+            ("reward_scaling.enabled", False),
+            ("async_ppo.enabled", False),
+            ("async_grpo.enabled", False),
+        )
+    },
+}
 
 
 class StallWatchdogConfig(ConfigModel):
@@ -127,7 +145,11 @@ def needs_reference(config: MasterConfig) -> bool:
 
 def needs_prev_logprobs(config: MasterConfig) -> bool:
     """Whether the policy's own log-probabilities of the samples are needed before it is updated."""
-    return not config.loss_fn.force_on_policy_ratio or algo_config(config).seq_logprob_error_threshold is not None
+    return (
+        not config.loss_fn.force_on_policy_ratio
+        or config.loss_fn.use_kl_in_reward
+        or algo_config(config).seq_logprob_error_threshold is not None
+    )
 
 
 def validate_single_controller_config(config: MasterConfig) -> list[str]:
@@ -146,10 +168,21 @@ def validate_single_controller_config(config: MasterConfig) -> list[str]:
             f"async_rl.min_groups_for_streaming_train: {groups_per_chunk(config)} is above "
             f"{section}.num_prompts_per_step {algorithm.num_prompts_per_step}"
         )
+    if not config.data_plane.enabled:
+        problems.append("data_plane.enabled: false leaves the samples no place; set it to true")
+    if config.grpo is not None and config.grpo.num_generations_per_prompt < 2:
+        problems.append(
+            "grpo.num_generations_per_prompt: 1 sample has no group to be compared with; use 2 or more, or ppo"
+        )
     if needs_reference(config) and algorithm.skip_reference_policy_logprobs_calculation:
         problems.append(
             f"loss_fn.reference_policy_kl_penalty: {config.loss_fn.reference_policy_kl_penalty} needs reference "
             f"log-probabilities: set {section}.skip_reference_policy_logprobs_calculation: false, or the penalty to 0"
+        )
+    epochs = config.ppo.ppo_epochs if config.ppo is not None else config.grpo.grpo_epochs if config.grpo else 1
+    if config.loss_fn.force_on_policy_ratio and epochs > 1:
+        problems.append(
+            f"loss_fn.force_on_policy_ratio: true is for one update per step, {section}.{section}_epochs is {epochs}"
         )
     sampler = config.async_rl.sampler
     if sampler.name == "ready_first" and (
@@ -162,7 +195,7 @@ def validate_single_controller_config(config: MasterConfig) -> list[str]:
     problems += _rollout_problems(config, section)
     metric = config.checkpointing.metric_name
     if metric is not None and metric.startswith("val:") and config.data.validation is None:
-        problems.append(f"checkpointing.metric_name: {metric} needs data.validation; use train:reward or null")
+        problems.append(f"checkpointing.metric_name: {metric} needs data.validation; use train:reward_mean or null")
     if config.ppo is not None and config.ppo.adv_estimator.name == "raw_reward":
         problems.append("ppo.adv_estimator.name: raw_reward gives no returns to train the critic on; use gae")
     if config.grpo is not None and config.loss_fn.use_kl_in_reward and needs_reference(config):
@@ -224,9 +257,13 @@ def read_single_controller_config(path: str | Path, overrides: Sequence[str] = (
         ConfigError: unknown keys, wrong types, values out of range; all at once.
     """
     raw: dict[str, Any] = dict(load_config(path, list(overrides)))
-    config, inert = validate_config(MasterConfig, raw)
+    refused = refused_recipe_values(raw, _ONLY_VALUE)
+    try:
+        config, inert = validate_config(MasterConfig, raw)
+    except ConfigError as error:
+        raise ConfigError(error.problems + refused) from None
     if inert:
         log.info("recipe keys without effect here: %s", ", ".join(inert))
-    if problems := validate_single_controller_config(config):
+    if problems := [*refused, *validate_single_controller_config(config)]:
         raise ConfigError(problems)
     return config

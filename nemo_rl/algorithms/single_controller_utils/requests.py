@@ -43,17 +43,10 @@ class AdvantageStageConfig:
 
     def input_fields(self) -> list[str]:
         """The columns that the stage reads."""
-        fields = [
-            PROMPT_IDS_FOR_ADV,
-            TOTAL_REWARD,
-            TOKEN_MASK,
-            SAMPLE_MASK,
-            MASK_SAMPLE,
-            TRUNCATED,
-            GENERATION_LOGPROBS,
-        ]
+        fields = [PROMPT_IDS_FOR_ADV, TOTAL_REWARD, TOKEN_MASK, SAMPLE_MASK, MASK_SAMPLE, TRUNCATED]
         wanted = {
             VALUES: self.has_values,
+            GENERATION_LOGPROBS: self.has_prev_logprobs,
             PREV_LOGPROBS: self.has_prev_logprobs,
             REFERENCE_POLICY_LOGPROBS: self.has_reference,
         }

@@ -167,7 +167,7 @@ def _rollout_group(
         max_total_sequence_length=config.policy.max_total_sequence_length,
         precision=config.policy.precision,
         hf_config_overrides=config.policy.hf_config_overrides,
-        max_turns=algorithm.max_rollout_turns if algorithm.max_rollout_turns > 1 else None,
+        max_turns=algorithm.max_rollout_turns,
         seed=algorithm.seed,
         rollouts_path=str(Path(config.logger.log_dir).absolute() / "rollouts.jsonl")
         if config.logger.log_rollouts

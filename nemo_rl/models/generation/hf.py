@@ -44,6 +44,9 @@ log = logging.getLogger(__name__)
 # Tokens of prompts in one pass: bounds the memory of its activations.
 _PREFILL_TOKENS = 2048
 
+# Tokens of prompts that stand in a pass more than once; beyond that the others wait for a pass and copy them.
+_TWIN_TOKENS = 128
+
 # Shapes are rounded up to few distinct ones: bfloat16 on the CPU compiles a kernel for each.
 _LENGTH_MULTIPLE = 16
 _PREFILL_MULTIPLE = 64
@@ -261,11 +264,13 @@ class HFGenerationEngine(GenerationEngine):
         """Slots whose context goes through the next pass.
 
         Others stay in `_filling`: there is no room in the pass, or their prompt is in it already, so that they can
-        copy it afterwards. A slot whose prompt is in the cache copies it and decodes.
+        copy it afterwards, unless that would save too little for a pass of its own. A slot whose prompt is in the cache
+        copies it and decodes.
         """
         documents: list[int] = []
         copies: dict[int, int] = {}
-        later: deque[int] = deque()
+        later: list[int] = []
+        twins: list[int] = []
         on_the_way: set[bytes] = set()
         tokens = 0
         for slot in self._filling:
@@ -274,13 +279,18 @@ class HFGenerationEngine(GenerationEngine):
             source = self._prompts.find(context, slot)
             if source is not None:
                 copies[slot] = source
-            elif context in on_the_way or (documents and tokens + document_length(length) > _PREFILL_TOKENS):
+            elif context in on_the_way:
+                twins.append(slot)
+            elif documents and tokens + document_length(length) > _PREFILL_TOKENS:
                 later.append(slot)
             else:
                 documents.append(slot)
                 on_the_way.add(context)
                 tokens += document_length(length)
-        self._filling = later
+        if not later and sum(self._table.lengths[twins]) <= _TWIN_TOKENS:
+            documents += twins
+            twins = []
+        self._filling = deque(later + twins)
         self._copy_prompts(copies)
         return documents
 

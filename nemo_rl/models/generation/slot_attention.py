@@ -19,6 +19,7 @@ from nemo_rl.models.engine.attention import DocumentGroup, per_document_attentio
 
 ATTENTION_NAME = "slots"
 
+# On a CPU documents up to this length are faster in float32, whatever the model computes in.
 _FLOAT32_UP_TO = 32
 
 
@@ -182,15 +183,39 @@ def slot_attention(
     if count:
         parts.append(_decode(query[0, :, :count], cache, slot_pass, scaling, sliding_window, softcap))
     if slot_pass.documents:
-        # The groups are in order of length. Tiny documents would be padded in bfloat16, where shapes are dear.
-        tiny = query.device.type == "cpu" and slot_pass.documents[-1].length <= _FLOAT32_UP_TO
-        dtype = torch.float32 if tiny else query.dtype
-        q, k, v = (x[:, :, count:].to(dtype) for x in (query, key, value))
-        out, _ = per_document_attention(
-            module, q, k, v, None, scaling, 0.0, sliding_window, softcap, documents=slot_pass.documents
-        )
-        parts.append(out[0].to(query.dtype))
+        q, k, v = (x[:, :, count:] for x in (query, key, value))
+        longest = max(group.length for group in slot_pass.documents)
+        if softcap is None and (sliding_window is None or longest <= sliding_window):
+            parts.append(_prefill(q, k, v, slot_pass.documents, scaling))
+        else:
+            out, _ = per_document_attention(
+                module, q, k, v, None, scaling, 0.0, sliding_window, softcap, documents=slot_pass.documents
+            )
+            parts.append(out[0])
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
+
+
+def _prefill(
+    query: Tensor, key: Tensor, value: Tensor, documents: tuple[DocumentGroup, ...], scaling: float | None
+) -> Tensor:
+    """query `[1, H, T, D]`, key and value `[1, KV, T, D]` to `[T, H, D]`; positions behind the documents are 0.
+
+    The trainer's attention is made for a backward pass; without one the fused kernel is faster at every length.
+    """
+    tiny = query.device.type == "cpu" and documents[-1].length <= _FLOAT32_UP_TO
+    dtype = torch.float32 if tiny else query.dtype
+    heads = query.size(1)
+    outputs = []
+    for start, end, count in documents:
+        q, k, v = (
+            x[0, :, start:end].reshape(x.size(1), count, (end - start) // count, -1).transpose(0, 1).to(dtype)
+            for x in (query, key, value)
+        )
+        grouped = heads != key.size(1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        outputs.append(out.transpose(1, 2).reshape(end - start, heads, -1))
+    outputs.append(outputs[0].new_zeros(query.size(2) - documents[-1].end, *outputs[0].shape[1:]))
+    return torch.cat(outputs).to(query.dtype)
 
 
 def _decode(

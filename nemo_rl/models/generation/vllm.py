@@ -195,6 +195,7 @@ class VllmGenerationEngine(GenerationEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self._llm.apply_model(_pack_head)
         # Samples in work go back to the queue, and are computed again from their prompt on.
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._version = version
@@ -241,6 +242,15 @@ class VllmGenerationEngine(GenerationEngine):
             end_version=self._version,
             error=error,
         )
+
+
+def _pack_head(model: torch.nn.Module) -> None:
+    """Packs the output head anew where vLLM keeps a packed copy of it (on CPUs): a reload passes over a tied one, whose
+    weight is loaded as the embedding's."""
+    head = getattr(model, "lm_head", None)
+    method = getattr(head, "quant_method", None)
+    if method is not None and hasattr(head, "cpu_linear"):
+        method.process_weights_after_loading(head)
 
 
 def _cuts(sampling: SamplingParams) -> bool:

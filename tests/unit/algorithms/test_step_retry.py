@@ -85,7 +85,7 @@ def test_what_is_not_cured_ends_the_step(trainer: Trainer) -> None:
 
 def test_the_worker_names_the_pass_that_did_not_fit() -> None:
     class Engine:
-        microbatch_tokens = 4096
+        microbatch_tokens = inference_microbatch_tokens = 4096
 
         def microbatch(self, data: Any) -> None:
             raise torch.OutOfMemoryError("tried to allocate 3 GiB\nmore")

@@ -66,6 +66,19 @@ def test_a_terminal_gets_one_line_that_fits() -> None:
     assert "dropped" not in text  # the tail that a narrow terminal loses
 
 
+def test_a_run_with_rewards_shows_them_first_and_their_validation() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    assert isinstance(console.file, io.StringIO)
+    with ProgressLine(console) as progress:
+        for step, val_reward in ((1, None), (2, 0.25), (3, 0.25), (1000, 0.5)):
+            progress(_event(step, reward=0.03125 * step, val_reward=val_reward, loss=None, epoch=0))
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/1000", "2/1000", "1000/1000"]
+    assert lines[0] == "step 1/1000  reward 0.031  5,396 tok/s  1:02:05 left  lr 5.00e-06  epoch 1  dropped 2"
+    assert "val 0.250" in lines[1]
+    assert lines[2].startswith("step 1000/1000  reward 31.250  ")
+
+
 def test_missing_facts_are_left_out() -> None:
     console = Console(file=io.StringIO(), width=80)
     with ProgressLine(console) as progress:

@@ -1,0 +1,120 @@
+"""The programs that are measured: their configs, and how a figure comes out of a run."""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+YARDSTICKS = Path(__file__).parent / "yardsticks"
+STEPS, WARM_UP, ROWS, TOKENS = 8, 2, 32, 1024
+RL_STEPS, RL_WARM_UP, SAMPLES, NEW_TOKENS = 4, 2, 64, 64
+
+SFT_CONFIG = """
+policy:
+  model_name: {workload}/model
+  train_global_batch_size: {rows}
+  max_total_sequence_length: 1024
+  train_mb_tokens: {tokens}
+  precision: {precision}
+  data_parallel: replicate
+  optimizer: {{name: torch.optim.AdamW, kwargs: {{lr: 1.0e-3, weight_decay: 0.01}}}}
+data:
+  train: {{path: {workload}/train.jsonl}}
+  shuffle: false
+sft: {{max_num_steps: {steps}, val_at_start: false, val_period: 0}}
+data_plane: {{enabled: true, impl: local}}
+logger: {{log_dir: {logs}}}
+cluster: {{gpus_per_node: {workers}}}
+checkpointing: {{enabled: false, checkpoint_dir: {logs}/checkpoints, save_period: 1000}}
+"""
+
+# Like bare_ppo.py and trl_grpo.py: 64 samples of up to 64 tokens, one update of each model; GRPO: 8 samples a prompt.
+RL_CONFIG = """
+policy: &model
+  model_name: {workload}/model
+  train_global_batch_size: {samples}
+  max_total_sequence_length: 1024
+  train_mb_tokens: 2048
+  precision: bfloat16
+  optimizer: {{name: torch.optim.AdamW, kwargs: {{lr: 1.0e-5}}}}
+  generation: {{max_new_tokens: {new_tokens}, max_slots: {samples}}}
+{critic}
+{algorithm}:
+  num_prompts_per_step: {prompts}
+  num_generations_per_prompt: {generations}
+  max_num_steps: {steps}
+  {algorithm}_epochs: 1
+loss_fn: {{reference_policy_kl_penalty: 0.0, force_on_policy_ratio: {on_policy}}}
+env: {{name: python, function: {here}/reward.py:gold_occurs}}
+data: {{train: {{path: {workload}/train.jsonl}}, shuffle: false}}
+data_plane: {{enabled: true, impl: transfer_queue, backend: simple}}
+logger: {{log_dir: {logs}}}
+cluster: {{gpus_per_node: 1}}
+checkpointing: {{enabled: false, checkpoint_dir: {logs}/checkpoints, save_period: 1000}}
+"""
+CRITIC = """
+value:
+  model_name: {workload}/model
+  train_global_batch_size: {samples}
+  max_total_sequence_length: 1024
+  train_mb_tokens: 2048
+  precision: bfloat16
+  optimizer: {{name: torch.optim.AdamW, kwargs: {{lr: 1.0e-5}}}}
+"""
+
+
+def last_json(command: list[str]) -> dict[str, float]:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=YARDSTICKS)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def onehop_sft(workload: Path, workers: int, precision: str) -> float:
+    """Tokens/s of `onehop sft` over the steps after the warm-up: tokens of the rows over whole step times."""
+    with tempfile.TemporaryDirectory() as folder:
+        logs = Path(folder) / "logs"
+        config = Path(folder) / "run.yaml"
+        settings = {"workload": workload, "rows": ROWS, "tokens": TOKENS, "steps": STEPS + WARM_UP, "logs": logs}
+        config.write_text(SFT_CONFIG.format(workers=workers, precision=precision, **settings))
+        command = [sys.executable, "-m", "nemo_rl.cli.main", "sft", "--config", str(config)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"onehop sft failed:\n{done.stderr[-2000:]}")
+        lines = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
+    timed = [line for line in lines if line["step"] > WARM_UP]
+    return sum(line["tokens"] for line in timed) / sum(line["total_step_time"] for line in timed)
+
+
+def onehop_rl(workload: Path, algorithm: str) -> float:
+    """Samples/s of `onehop ppo` over the steps after the warm-up."""
+    generations = 8 if algorithm == "grpo" else 1
+    with tempfile.TemporaryDirectory() as folder:
+        logs = Path(folder) / "logs"
+        config = Path(folder) / "run.yaml"
+        critic = CRITIC.format(workload=workload, samples=SAMPLES) if algorithm == "ppo" else ""
+        text = RL_CONFIG.format(
+            workload=workload,
+            here=Path(__file__).parent,
+            logs=logs,
+            critic=critic,
+            algorithm=algorithm,
+            samples=SAMPLES,
+            prompts=SAMPLES // generations,
+            generations=generations,
+            new_tokens=NEW_TOKENS,
+            steps=RL_STEPS + RL_WARM_UP,
+            # One update of samples that were just drawn: their probabilities need no pass of their own. The bare loop
+            # makes that pass, so PPO does here too.
+            on_policy="true" if algorithm == "grpo" else "false",
+        )
+        config.write_text(text)
+        command = [sys.executable, "-m", "nemo_rl.cli.main", "ppo", "--config", str(config)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"onehop ppo failed:\n{done.stderr[-2000:]}")
+        lines = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
+    timed = [line["total_step_time"] for line in lines if line["step"] > RL_WARM_UP]
+    return SAMPLES / statistics.fmean(timed)
