@@ -1,6 +1,6 @@
 """The PPO demo: fine-tune a tiny model on sums, stop it early, and let PPO with a critic improve it by its own samples.
 
-    python examples/demo_ppo.py [--seed 0]
+    python examples/demo_ppo.py [--seed 0] [--steps 70]
 
 Everything it writes lies under runs/demo/ppo; nothing is downloaded. `make demo` runs it after the SFT demo.
 """
@@ -72,6 +72,7 @@ def last_answers(path: Path, count: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=70, help="steps of PPO")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the PPO run")
     words = parser.parse_args()
     shutil.rmtree(RUN, ignore_errors=True)
@@ -83,7 +84,8 @@ def main() -> None:
     onehop("export", str(checkpoint.relative_to(ROOT)), "runs/demo/ppo/sft_model", "--dtype", "float32")
 
     started = time.monotonic()
-    onehop("ppo", "--config", f"{CONFIGS}/ppo_sums.yaml", f"ppo.seed={words.seed}", *words.overrides)
+    steps = f"ppo.max_num_steps={words.steps}"
+    onehop("ppo", "--config", f"{CONFIGS}/ppo_sums.yaml", f"ppo.seed={words.seed}", steps, *words.overrides)
     seconds = time.monotonic() - started
     onehop("export", "runs/demo/ppo/checkpoints", "runs/demo/ppo/model", "--dtype", "float32")
     onehop("report", "runs/demo/ppo/logs", "--out", "runs/demo/ppo/report.html")

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from nemo_rl.algorithms.drive import ProgressCallback, drive
 from nemo_rl.algorithms.single_controller import SingleControllerActor
 from nemo_rl.algorithms.single_controller_utils.checks import inspect_rl_inputs
@@ -71,10 +73,13 @@ def train_ppo(
     try:
         with init_ray(config.cluster, log_dir=config.logger.log_dir, debug=debug):
             actor_args = setup_single_controller(config, inputs.tokenizer, inputs)
+            actor_class: Any = SingleControllerActor
+            controller = actor_class.remote(config, actor_args)
             try:
-                actor_class: Any = SingleControllerActor
-                state = drive(actor_class.remote(config, actor_args), on_progress)
+                state = drive(controller, on_progress)
             finally:
+                # First, so that it gives the workers nothing more to do while they are being ended.
+                ray.kill(controller)
                 shut_down(actor_args)
     finally:
         shutdown_telemetry()

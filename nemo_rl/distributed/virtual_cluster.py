@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 30.0
 _POLL_S = 1.0
+_REMOVAL_S = 5.0
 
 
 class RayVirtualCluster:
@@ -133,7 +135,11 @@ class RayVirtualCluster:
     def shutdown(self) -> None:
         """Give the reservation back, if this object made it. May be called twice."""
         if self._group is not None and self._is_creator and ray.is_initialized():
-            remove_placement_group(self._group)
+            # In a thread, because Ray asks a control service that was killed again and again, a minute long. The
+            # reservation ends with this process anyway.
+            removal = threading.Thread(target=remove_placement_group, args=(self._group,), daemon=True)
+            removal.start()
+            removal.join(_REMOVAL_S)
         self._group = None
         self._is_creator = False
 

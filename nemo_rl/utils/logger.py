@@ -117,6 +117,8 @@ class Logger:
         """Drops the lines of later steps, which the resumed run writes again. Call it before the first line."""
         for name in (METRICS_FILE, ROWS_FILE):
             _drop_lines_after(self._dir / name, step)
+        # Its steps count from 0, as the weights' versions do.
+        _drop_lines_after(self._dir / ROLLOUTS_FILE, step - 1)
         self._last_step = step
         self._resumed_after = step
 
@@ -230,14 +232,18 @@ def _spelled(value: float) -> float | str:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Rewrites the file without lines of later steps and without a last line that a kill cut short."""
+    """Rewrites the file without lines of later steps and without a last line that a kill cut short.
+
+    A line whose step is null belongs to none and is kept.
+    """
     if not path.exists():
         return
     kept = path.with_name(f"{path.name}.kept")
     with path.open(encoding="utf-8", errors="replace") as old, kept.open("w", encoding="utf-8") as new:
         for line in old:
             try:
-                is_kept = json.loads(line)["step"] <= step
+                at = json.loads(line)["step"]
+                is_kept = at is None or at <= step
             except (ValueError, KeyError, TypeError):
                 continue
             if is_kept:
