@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -19,6 +20,15 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 CHARACTERS = [*"0123456789+=", "E", "P"]
 PROMPTS, GENERATIONS = 8, 2
 SAMPLES = PROMPTS * GENERATIONS
+COMPARED = (
+    "reward_mean",
+    "advantage_std",
+    "loss",
+    "grad_norm",
+    "critic/loss",
+    "critic/grad_norm",
+    "critic/values_mean",
+)
 _PROGRAM = "import json, sys; from nemo_rl.algorithms.single_controller_run import run_ppo; "
 
 
@@ -141,3 +151,19 @@ def run_rl(config: Path) -> FinishedRun:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return FinishedRun(config, json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def assert_same_metrics(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], rel: float) -> None:
+    """The numbers of each step are equal."""
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        # The warm-up of the critic has no numbers of the policy.
+        for name in COMPARED if "loss" in b else COMPARED[:2]:
+            assert a[name] == pytest.approx(b[name], rel=rel, abs=1e-6), (a["step"], name)
+
+
+def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], atol: float) -> None:
+    """Every weight is equal."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=atol, msg=name)

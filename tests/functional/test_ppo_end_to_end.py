@@ -5,20 +5,19 @@ been cut. Not covered: learning (`make demo`, docs/ppo.md), vLLM, kills in the m
 """
 
 import shutil
-from typing import Any
 
 import pytest
 import torch
-from rl_runs import PROMPTS, SAMPLES, FinishedRun, Inputs, make_inputs, run_rl, write_config
-
-COMPARED = (
-    "reward_mean",
-    "advantage_std",
-    "loss",
-    "grad_norm",
-    "critic/loss",
-    "critic/grad_norm",
-    "critic/values_mean",
+from rl_runs import (
+    PROMPTS,
+    SAMPLES,
+    FinishedRun,
+    Inputs,
+    assert_same_metrics,
+    assert_same_weights,
+    make_inputs,
+    run_rl,
+    write_config,
 )
 
 
@@ -43,20 +42,6 @@ def chunked(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finishe
         async_rl__min_groups_for_streaming_train=PROMPTS // 4,
     )
     return run_rl(config)
-
-
-def assert_same_metrics(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], rel: float) -> None:
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
-        # The warm-up of the critic has no numbers of the policy.
-        for name in COMPARED if "loss" in b else COMPARED[:2]:
-            assert a[name] == pytest.approx(b[name], rel=rel, abs=1e-6), (a["step"], name)
-
-
-def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], atol: float) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=atol, msg=name)
 
 
 def test_the_run_trained_policy_and_critic(straight: FinishedRun, inputs: Inputs) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 from kill_rl_worker import PHASES
-from rl_runs import FinishedRun, make_inputs, run_rl, write_config
+from rl_runs import FinishedRun, assert_same_metrics, assert_same_weights, make_inputs, run_rl, write_config
 from sft_runs import REPO
-from test_ppo_end_to_end import assert_same_metrics, assert_same_weights
 
 LIMIT_S, STEPS = 300, 8
 # The first is inside the warm-up, before anything was saved.
