@@ -91,6 +91,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_been_cut(straight: FinishedRun, 
     ]
 
 
+@pytest.mark.slow
 def test_grpo_runs_without_a_critic(inputs: Inputs, tmp_path) -> None:
     run = run_rl(write_config(tmp_path, inputs, algorithm="grpo", grpo__max_num_steps=2))
     assert run.summary["steps"] == 2 and run.summary["policy_updates"] == 4
@@ -98,6 +99,7 @@ def test_grpo_runs_without_a_critic(inputs: Inputs, tmp_path) -> None:
     assert not (tmp_path / "checkpoints" / "step_2" / "value").exists()
 
 
+@pytest.mark.slow
 def test_the_policy_waits_while_the_critic_warms_up(inputs: Inputs, tmp_path) -> None:
     run = run_rl(
         write_config(tmp_path, inputs, ppo__max_num_steps=2, ppo__policy_training_start_step=1, ppo__ppo_epochs=1)

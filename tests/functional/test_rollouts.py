@@ -163,6 +163,7 @@ def test_evaluation_is_greedy_on_request(worker: RolloutWorker, models: list[Pat
     assert all(sample.response_tokens <= 10 for sample in twice[0])
 
 
+@pytest.mark.slow
 def test_the_process_over_transfer_queue(tmp_path: Path, models: list[Path]):
     """Orders go in and metas come out of the process; the rows are read by another client."""
     import ray

@@ -3,11 +3,13 @@
 import shutil
 from pathlib import Path
 
+import pytest
 from sft_runs import FinishedRun, Inputs, metrics_by_step, run_sft, write_config
 
 from nemo_rl.utils.checkpoint_digests import find_damage
 
 
+@pytest.mark.slow
 def test_b16_start_fresh_moves_the_old_checkpoints_aside(
     straight_run: FinishedRun, inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -33,6 +33,9 @@ from nemo_rl.models.value.tq_value import TQValue
 from nemo_rl.utils.errors import RunError
 from nemo_rl.utils.timer import Timer
 
+# Starts two models of two workers; the engine's parity tests and the run as a whole are in the fast suite.
+pytestmark = pytest.mark.slow
+
 ROWS, LR, TEMPERATURE = 7, 1e-3, 0.8
 PLANE = DataPlaneConfig(attach_timeout_s=200, ack_timeout_ms=120_000)
 CLUSTER = ClusterConfig(gpus_per_node=2, oversubscribe=True, start_timeout_s=300, step_timeout_s=300)

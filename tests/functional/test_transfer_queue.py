@@ -311,6 +311,7 @@ client.close()
 """
 
 
+@pytest.mark.slow
 def test_another_run_in_the_same_cluster_has_a_plane_of_its_own(train: TQDataPlaneClient, session: RaySession) -> None:
     train.put_samples(["a"], "train", rows_of(1))
     command = [sys.executable, "-c", OTHER_JOB, session.address]

@@ -91,7 +91,8 @@ def mismatch(policy: Policy, outputs: list[GenerationOutput], skip: int = 0) -> 
     )
 
 
-@pytest.mark.parametrize("data_parallel", ["shard", pytest.param("replicate", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("data_parallel", ["shard", "replicate"])
 def test_two_ranks(cluster: RayVirtualCluster, tmp_path: Path, data_parallel: str):
     model = make_model_dir(tmp_path / "model")
     policy = make_policy(cluster, model, 2, data_parallel)
