@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -58,7 +59,7 @@ class PromptGroupSampler(Protocol):
         ...
 
 
-class _GatedSampler:
+class _GatedSampler(ABC):
     """Orders at most `window` steps ahead of the trainer."""
 
     def __init__(self, buffer: TQReplayBuffer, window: int):
@@ -103,8 +104,9 @@ class _GatedSampler:
     def _stamp(self, dispatched: int) -> int | None:
         return None
 
+    @abstractmethod
     def _candidates(self, version: int) -> list[BufferedGroup]:
-        raise NotImplementedError
+        """The groups that may be trained at `version`, the first choice first."""
 
     def _is_stale(self, group: BufferedGroup, version: int) -> bool:
         return False
