@@ -150,10 +150,10 @@ class SFTSingleControllerActor:
                 metrics |= self._validate()
             self._logger.log_metrics(metrics, step, step_finished=True)
             self._note_progress(metrics)
-            metric = self._checkpoint_metric(metrics)
+            metric = self._checkpointer.metric_of(metrics, _VAL_METRICS)
             self._timeout.mark_iteration()
             by_timeout = self._timeout.check_save()
-            if self._should_save(save_by_timeout=by_timeout):
+            if self._checkpointer.is_due(step, forced=is_last or by_timeout):
                 self._save_checkpoint(metric)
             if by_timeout:
                 log.warning("checkpointing.checkpoint_must_save_by is reached: saved at step %d and stopping", step)
@@ -348,36 +348,6 @@ class SFTSingleControllerActor:
         for states in self._owner_call("sft_dataloader_state_dict", reason="collecting loader states"):
             by_shard |= states
         return [by_shard[shard] for shard in sorted(by_shard)]
-
-    def _should_save(self, *, save_by_timeout: bool) -> bool:
-        config, step = self._config.checkpointing, self._state.total_steps
-        if not config.enabled:
-            return False
-        return (
-            save_by_timeout
-            or step >= self._max_steps
-            or step % config.save_period == 0
-            or (config.ft_save_period is not None and step % config.ft_save_period == 0)
-        )
-
-    def _checkpoint_metric(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Read checkpointing.metric_name out of one step's metrics.
-
-        Called every step rather than only on a save so a name that no step produces fails on step 1 instead of at the
-        first checkpoint. A `val:` metric is there on steps that validate.
-        """
-        name = self._config.checkpointing.metric_name
-        if not self._config.checkpointing.enabled or name is None:
-            return {}
-        kind, _, key = name.partition(":")
-        if key in metrics:
-            return {name: float(metrics[key])}
-        if kind == "val" and key in _VAL_METRICS:
-            return {}
-        names = _VAL_METRICS if kind == "val" else (k for k, v in metrics.items() if isinstance(v, int | float))
-        raise UserError(
-            f"checkpointing.metric_name: no step has a metric {key!r}; there are {', '.join(sorted(names))}"
-        )
 
     def _save_checkpoint(self, metric: dict[str, float]) -> None:
         """Copies the state of the run and writes it in the background; the save before it is complete by then."""

@@ -86,6 +86,7 @@ class SingleControllerActor:
             num_workers=len(self._rollouts.workers),
             partition_id=actor_args.partition_id,
             call_worker=self._call_rollout,
+            call_stage=self._call_stage,
             drop_rows=self._drop_rows,
         )
         self._moved_at, self._doing = time.monotonic(), ""
@@ -136,7 +137,8 @@ class SingleControllerActor:
         pumps: list[asyncio.Task[None]] = []
         try:
             await self._sync_weights()
-            await self._restore_rollouts()
+            if self._args.last_checkpoint_path is not None:
+                await self._pump.restore(Path(self._args.last_checkpoint_path) / ROLLOUTS)
             if self._algorithm.val_at_start and self._state.total_steps == 0:
                 self._logger.log_metrics(await self._validate(), 0)
             self._timeout.start_iterations()
@@ -178,10 +180,10 @@ class SingleControllerActor:
                 await self._write_samples(step)
             self._logger.log_metrics(metrics, step, step_finished=True)
             self._note_progress(metrics)
-            metric = self._checkpoint_metric(metrics)
+            metric = self._checkpointer.metric_of(metrics, _VAL_METRICS)
             self._timeout.mark_iteration()
             by_timeout = self._timeout.check_save()
-            if self._should_save(is_last or by_timeout):
+            if self._checkpointer.is_due(step, forced=is_last or by_timeout):
                 await self._save_checkpoint(metric)
             if by_timeout:
                 log.warning("checkpointing.checkpoint_must_save_by is reached: saved at step %d and stopping", step)
@@ -377,18 +379,7 @@ class SingleControllerActor:
         if not prompts:
             return {}
         started = time.perf_counter()
-        stats: list[Any] = []
-        for first in range(0, prompts, self._algorithm.val_batch_size):
-            batch = list(range(first, min(first + self._algorithm.val_batch_size, prompts)))
-            workers = len(self._rollouts.workers)
-            parts = [batch[worker::workers] for worker in range(workers)]
-            calls = [
-                self._call_rollout(worker, "evaluate", "validation", prompt_indices=part)
-                for worker, part in enumerate(parts)
-                if part
-            ]
-            for part_stats in await asyncio.gather(*calls):
-                stats += part_stats
+        stats = await self._pump.evaluate(prompts, self._algorithm.val_batch_size)
         if not stats:
             raise UserError("data.validation: no prompt of it could be sampled, so there is no validation reward")
         return {
@@ -427,29 +418,6 @@ class SingleControllerActor:
 
     # -- checkpoint ---------------------------------------------------------------------------------------------------
 
-    def _should_save(self, is_forced: bool) -> bool:
-        config, step = self._config.checkpointing, self._state.total_steps
-        return config.enabled and (
-            is_forced
-            or step % config.save_period == 0
-            or (config.ft_save_period is not None and step % config.ft_save_period == 0)
-        )
-
-    def _checkpoint_metric(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """`checkpointing.metric_name` out of a step's metrics; asked every step, so that a wrong name fails early."""
-        name = self._config.checkpointing.metric_name
-        if not self._config.checkpointing.enabled or name is None:
-            return {}
-        kind, _, key = name.partition(":")
-        if key in metrics:
-            return {name: float(metrics[key])}
-        if kind == "val" and key in _VAL_METRICS:
-            return {}
-        names = _VAL_METRICS if kind == "val" else (k for k, v in metrics.items() if isinstance(v, int | float))
-        raise UserError(
-            f"checkpointing.metric_name: no step has a metric {key!r}; there are {', '.join(sorted(names))}"
-        )
-
     async def _save_checkpoint(self, metric: dict[str, float]) -> None:
         """Copies the state of the run and writes it in the background; the save before it is complete by then."""
         with self._timed("checkpointing"):
@@ -459,7 +427,7 @@ class SingleControllerActor:
             waiting = self._pump.state_dict()
             path = self._checkpointer.init_tmp_checkpoint(self._state.total_steps, info, self._config)
             with self._checkpointer.saving(path):
-                await self._save_rollouts(path / ROLLOUTS, waiting)
+                await self._pump.save(path / ROLLOUTS, waiting)
                 for role, handle in self._roles().items():
                     optimizer = path / role / "optimizer" if self._config.checkpointing.save_optimizer else None
                     await self._call(
@@ -473,28 +441,6 @@ class SingleControllerActor:
     def _finalize_roles(self) -> None:
         for handle in self._roles().values():
             handle.finalize_async_save()
-
-    async def _save_rollouts(self, folder: Path, waiting: dict[str, Any]) -> None:
-        folder.mkdir()
-        (folder / "waiting.json").write_text(json.dumps(waiting))
-        ids = [sample_id for group in waiting["buffer"]["groups"] for sample_id in group["meta"]["sample_ids"]]
-        if ids:
-            await self._call_stage(
-                "save_rows",
-                "saving rollouts",
-                sample_ids=ids,
-                partition_id=self._args.partition_id,
-                path=str((folder / "rows").absolute()),
-            )
-
-    async def _restore_rollouts(self) -> None:
-        if self._args.last_checkpoint_path is None:
-            return
-        folder = Path(self._args.last_checkpoint_path) / ROLLOUTS
-        waiting = json.loads((folder / "waiting.json").read_text())
-        if waiting["buffer"]["groups"]:
-            await self._call_stage("load_rows", "restoring rollouts", path=str((folder / "rows").absolute()))
-        self._pump.load_state_dict(waiting)
 
     # -- shared -------------------------------------------------------------------------------------------------------
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from nemo_rl.environments.interfaces import Environment
 from nemo_rl.utils.config import ConfigModel
-from nemo_rl.utils.errors import UserError
+from nemo_rl.utils.dotted import build_object
 
 
 class _EnvConfig(ConfigModel):
@@ -121,12 +120,4 @@ def build_environment(config: EnvConfig) -> Environment:
             from nemo_rl.environments.calculator import Calculator
 
             return Calculator(config.role)
-    return _custom(config)
-
-
-def _custom(config: CustomEnvironmentConfig) -> Any:
-    module, _, name = config.target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)(**config.options())
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise UserError(f"env.target: {config.target} can't be built: {error}") from error
+    return build_object(config.target, "env.target", **config.options())

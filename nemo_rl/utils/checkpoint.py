@@ -15,7 +15,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -121,6 +121,39 @@ class CheckpointManager:
             failure = describe_save_failure(error, self._folder.path, self._folder.newest())
             shutil.rmtree(path, ignore_errors=True)
             raise failure from error
+
+    def is_due(self, step: int, *, forced: bool) -> bool:
+        """Whether `step` is saved: the last step of a run and the one at its time limit are `forced`."""
+        config = self._config
+        return config.enabled and (
+            forced
+            or step % config.save_period == 0
+            or (config.ft_save_period is not None and step % config.ft_save_period == 0)
+        )
+
+    def metric_of(self, metrics: Mapping[str, Any], val_names: Collection[str]) -> dict[str, float]:
+        """`checkpointing.metric_name` and its value in one step's metrics; `{}` where it is not configured or not due.
+
+        To be asked every step, so that a name that no step produces fails on step 1 instead of at the first save.
+
+        Args:
+            val_names: metrics that only steps which validate have.
+
+        Raises:
+            UserError: no step has such a metric; names those there are.
+        """
+        name = self._config.metric_name
+        if not self._config.enabled or name is None:
+            return {}
+        kind, _, key = name.partition(":")
+        if key in metrics:
+            return {name: float(metrics[key])}
+        if kind == "val" and key in val_names:
+            return {}
+        names = val_names if kind == "val" else [k for k, v in metrics.items() if isinstance(v, int | float)]
+        raise UserError(
+            f"checkpointing.metric_name: no step has a metric {key!r}; there are {', '.join(sorted(names))}"
+        )
 
     def init_tmp_checkpoint(
         self, step: int, training_info: Mapping[str, Any], run_config: BaseModel | Mapping[str, Any] | None = None

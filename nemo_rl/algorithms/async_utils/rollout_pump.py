@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.async_utils.replay_buffer import BufferedGroup, DropRows, TQReplayBuffer
@@ -16,13 +18,15 @@ from nemo_rl.algorithms.single_controller_utils.config import MasterConfig, algo
 from nemo_rl.algorithms.single_controller_utils.prompt_cursor import PromptCursor
 from nemo_rl.algorithms.single_controller_utils.state import SaveState
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.experience.interfaces import GroupOrder, GroupResult
+from nemo_rl.experience.interfaces import GroupOrder, GroupResult, SampleStats
 from nemo_rl.utils.errors import RunError
 
 log = logging.getLogger(__name__)
 
-CallWorker = Callable[..., Awaitable[Any]]
+Call = Callable[..., Awaitable[Any]]
 
+WAITING_FILE = "waiting.json"
+ROWS_FOLDER = "rows"
 _POLL_S = 0.005
 _COLLECT_S = 0.5
 
@@ -36,6 +40,7 @@ class RolloutPump:
         max_steps: steps of the run.
         num_workers: rollout workers.
         call_worker: `(worker, method, reason, **kwargs)` to one of them.
+        call_stage: `(method, reason, **kwargs)` to the process that keeps rows of waiting groups in files.
         drop_rows: clears rows of the partition.
     """
 
@@ -48,13 +53,15 @@ class RolloutPump:
         max_steps: int,
         num_workers: int,
         partition_id: str,
-        call_worker: CallWorker,
+        call_worker: Call,
+        call_stage: Call,
         drop_rows: DropRows,
     ):
         rl = config.async_rl
         self._rule = rl.rollout_failure
         self._prompts, self._state, self._max_steps = prompts, state, max_steps
-        self._call_worker, self._drop_rows = call_worker, drop_rows
+        self._call_worker, self._call_stage = call_worker, call_stage
+        self._partition_id = partition_id
         self._groups_per_step = algo_config(config).num_prompts_per_step
         self._groups_per_collect = -(-groups_per_chunk(config) // num_workers)
         # The sampler says how much room it needs, and needs the buffer to be built.
@@ -144,6 +151,43 @@ class RolloutPump:
         self._queue.extend(GroupOrder(**order) for order in state["orders"])
         self._missing = {int(step): count for step, count in state["missing"].items()}
         self._replacing = dict(state["replacing"])
+
+    async def save(self, folder: Path, waiting: dict[str, Any]) -> None:
+        """Writes what `state_dict` gave, and the rows of its groups, to a new folder."""
+        folder.mkdir()
+        (folder / WAITING_FILE).write_text(json.dumps(waiting))
+        ids = [sample_id for group in waiting["buffer"]["groups"] for sample_id in group["meta"]["sample_ids"]]
+        if ids:
+            where = {"partition_id": self._partition_id, "path": str((folder / ROWS_FOLDER).absolute())}
+            await self._call_stage("save_rows", "saving rollouts", sample_ids=ids, **where)
+
+    async def restore(self, folder: Path) -> None:
+        """Continues from what `save` wrote: rows first, then groups and orders.
+
+        Raises:
+            UserError: see `load_state_dict`.
+        """
+        waiting = json.loads((folder / WAITING_FILE).read_text())
+        if waiting["buffer"]["groups"]:
+            path = str((folder / ROWS_FOLDER).absolute())
+            await self._call_stage("load_rows", "restoring rollouts", path=path)
+        self.load_state_dict(waiting)
+
+    async def evaluate(self, num_prompts: int, batch_size: int) -> list[SampleStats]:
+        """One sample of each of the first validation prompts, `batch_size` of them at once over all workers."""
+        stats: list[SampleStats] = []
+        workers = len(self._inflight)
+        for first in range(0, num_prompts, batch_size):
+            batch = list(range(first, min(first + batch_size, num_prompts)))
+            parts = [batch[worker::workers] for worker in range(workers)]
+            calls = [
+                self._call_worker(worker, "evaluate", "validation", prompt_indices=part)
+                for worker, part in enumerate(parts)
+                if part
+            ]
+            for part_stats in await asyncio.gather(*calls):
+                stats += part_stats
+        return stats
 
     async def _order_pump(self) -> None:
         """Orders the samples of each step as soon as the sampler admits it."""

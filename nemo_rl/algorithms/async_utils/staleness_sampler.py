@@ -6,14 +6,12 @@ A *version* is the number of finished steps; a group carries the version of the 
 from __future__ import annotations
 
 import asyncio
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from nemo_rl.algorithms.async_utils.replay_buffer import BufferedGroup, TQReplayBuffer
 from nemo_rl.algorithms.async_utils.sampler_config import (
-    CustomSamplerConfig,
     InOrderConfig,
     ReadyFirstConfig,
     SamplerConfig,
@@ -21,7 +19,7 @@ from nemo_rl.algorithms.async_utils.sampler_config import (
     WindowedConfig,
 )
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.utils.errors import UserError
+from nemo_rl.utils.dotted import build_object
 
 _POLL_S = 0.005
 
@@ -182,12 +180,4 @@ def build_sampler(config: SamplerConfig, buffer: TQReplayBuffer) -> PromptGroupS
             return ReadyFirstSampler(buffer, config.max_staleness_versions)
         case WeightFifoConfig():
             return WeightFifoSampler(buffer, config.max_staleness_versions)
-    return _custom(config, buffer)
-
-
-def _custom(config: CustomSamplerConfig, buffer: TQReplayBuffer) -> Any:
-    module, _, name = config.target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)(buffer, **config.options())
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise UserError(f"async_rl.sampler.target: {config.target} can't be built: {error}") from error
+    return build_object(config.target, "async_rl.sampler.target", buffer, **config.options())

@@ -66,6 +66,7 @@ class Run:
             num_workers=workers,
             partition_id=PARTITION,
             call_worker=self._call,
+            call_stage=self._call,
             drop_rows=self._drop_rows,
         )
         self.fate, self.holds, self.lag = fate, holds, lag

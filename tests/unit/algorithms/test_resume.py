@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from nemo_rl.algorithms.sft_checks import SFTInputs, inspect_inputs
 from nemo_rl.algorithms.sft_config import MasterConfig, read_sft_config
 from nemo_rl.algorithms.sft_resume import ResumePoint
 from nemo_rl.algorithms.sft_state import IDENTITY, SFTV2SaveState
-from nemo_rl.algorithms.sft_v2 import SFTSingleControllerActor
+from nemo_rl.algorithms.sft_v2 import _VAL_METRICS
 from nemo_rl.cli.export import export
 from nemo_rl.data.energon.sft_dataloader import build_energon_sft_loader
 from nemo_rl.models.engine.checkpoint import EngineCheckpointer
@@ -325,12 +324,10 @@ def test_start_fresh_starts_at_step_0_and_a_check_moves_nothing(saved: Path, che
 
 
 def test_b18_a_metric_that_no_step_produces_is_refused_at_the_first_step(saved: Path) -> None:
-    metric: Any = SFTSingleControllerActor.__ray_metadata__.modified_class._checkpoint_metric
-
     def of_step(name: str, metrics: dict[str, Any]) -> Any:
         overrides = [f"checkpointing.metric_name={name}", "checkpointing.higher_is_better=false"]
         config = read_sft_config(saved / "run.yaml", overrides)
-        return metric(SimpleNamespace(_config=config), metrics)
+        return CheckpointManager(config.checkpointing).metric_of(metrics, _VAL_METRICS)
 
     step = {"loss": 1.5, "grad_norm": 0.1, "dropped": {}}
     assert of_step("train:loss", step) == {"train:loss": 1.5}
