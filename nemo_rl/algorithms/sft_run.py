@@ -1,6 +1,5 @@
 """One SFT run from a config file to a summary: what `onehop sft` does."""
 
-import json
 import logging
 import statistics
 import time
@@ -8,16 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.drive import ProgressCallback, drive
+from nemo_rl.algorithms.drive import ProgressCallback, logged_metrics, result_places, run_controller
 from nemo_rl.algorithms.sft_checks import inspect_inputs, tokenizer_options
 from nemo_rl.algorithms.sft_config import MasterConfig, read_sft_config
 from nemo_rl.algorithms.sft_setup import build_actor_args
+from nemo_rl.algorithms.sft_state import SFTV2ActorArgs
 from nemo_rl.algorithms.sft_v2 import SFTSingleControllerActor
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.distributed.ray_session import init_ray
-from nemo_rl.telemetry.setup import init_telemetry_driver, shutdown_telemetry
 from nemo_rl.utils.errors import ConfigError
-from nemo_rl.utils.logger import METRICS_FILE
 
 log = logging.getLogger(__name__)
 
@@ -61,31 +58,28 @@ def train_sft(
     if inputs.problems:
         raise ConfigError(inputs.problems)
     tokenizer = get_tokenizer(tokenizer_options(config))
-    init_telemetry_driver(config.telemetry, algorithm="sft_v2")
-    try:
-        with init_ray(config.cluster, log_dir=config.logger.log_dir, debug=debug):
-            actor_args = build_actor_args(config, tokenizer, inputs)
-            try:
-                actor_class: Any = SFTSingleControllerActor
-                state = drive(actor_class.remote(config, actor_args), on_progress)
-            finally:
-                actor_args.trainer.shutdown()
-                actor_args.train_cluster.shutdown()
-    finally:
-        shutdown_telemetry()
+    state = run_controller(
+        config,
+        algorithm="sft_v2",
+        actor_class=SFTSingleControllerActor,
+        build=lambda: build_actor_args(config, tokenizer, inputs),
+        shut_down=_shut_down,
+        on_progress=on_progress,
+        debug=debug,
+    )
     return _summary(config, state) | {"seconds": round(time.monotonic() - started, 2)}
 
 
+def _shut_down(actor_args: SFTV2ActorArgs) -> None:
+    actor_args.trainer.shutdown()
+    actor_args.train_cluster.shutdown()
+
+
 def _summary(config: MasterConfig, state: dict[str, Any]) -> dict[str, Any]:
-    metrics = Path(config.logger.log_dir) / METRICS_FILE
-    # There are none when a finished run is started again with another log_dir.
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    lines = logged_metrics(config)
     steps = [line for line in lines if "loss" in line]
     validations = [line["val_loss"] for line in lines if "val_loss" in line]
     timed = steps[1:] or steps
-    checkpoint = None
-    if config.checkpointing.enabled:
-        checkpoint = str(Path(config.checkpointing.checkpoint_dir) / f"step_{state['total_steps']}")
     return {
         "steps": state["total_steps"],
         "first_loss": steps[0]["loss"] if steps else None,
@@ -98,7 +92,5 @@ def _summary(config: MasterConfig, state: dict[str, Any]) -> dict[str, Any]:
         "consumed_samples": state["consumed_samples"],
         "dropped": state["dropped_samples"],
         "skipped_steps": state["skipped_steps"],
-        "log_dir": config.logger.log_dir,
-        "checkpoint_dir": config.checkpointing.checkpoint_dir if config.checkpointing.enabled else None,
-        "checkpoint": checkpoint,
+        **result_places(config, state["total_steps"]),
     }

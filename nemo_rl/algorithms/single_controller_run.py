@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 import time
@@ -10,9 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-
-from nemo_rl.algorithms.drive import ProgressCallback, drive
+from nemo_rl.algorithms.drive import ProgressCallback, logged_metrics, result_places, run_controller
 from nemo_rl.algorithms.single_controller import SingleControllerActor
 from nemo_rl.algorithms.single_controller_utils.checks import inspect_rl_inputs
 from nemo_rl.algorithms.single_controller_utils.config import (
@@ -22,10 +19,7 @@ from nemo_rl.algorithms.single_controller_utils.config import (
 )
 from nemo_rl.algorithms.single_controller_utils.setup import setup_single_controller, shut_down
 from nemo_rl.data_plane.factory import maybe_configure_data_plane_env
-from nemo_rl.distributed.ray_session import init_ray
-from nemo_rl.telemetry.setup import init_telemetry_driver, shutdown_telemetry
 from nemo_rl.utils.errors import ConfigError
-from nemo_rl.utils.logger import METRICS_FILE
 
 log = logging.getLogger(__name__)
 
@@ -68,34 +62,24 @@ def train_ppo(
     inputs = inspect_rl_inputs(config)
     if inputs.problems:
         raise ConfigError(inputs.problems)
-    init_telemetry_driver(config.telemetry, algorithm="ppo" if is_ppo_run(config) else "grpo")
     maybe_configure_data_plane_env(config.data_plane)
-    try:
-        with init_ray(config.cluster, log_dir=config.logger.log_dir, debug=debug):
-            actor_args = setup_single_controller(config, inputs.tokenizer, inputs)
-            actor_class: Any = SingleControllerActor
-            controller = actor_class.remote(config, actor_args)
-            try:
-                state = drive(controller, on_progress)
-            finally:
-                # First, so that it gives the workers nothing more to do while they are being ended.
-                ray.kill(controller)
-                shut_down(actor_args)
-    finally:
-        shutdown_telemetry()
+    state = run_controller(
+        config,
+        algorithm="ppo" if is_ppo_run(config) else "grpo",
+        actor_class=SingleControllerActor,
+        build=lambda: setup_single_controller(config, inputs.tokenizer, inputs),
+        shut_down=shut_down,
+        on_progress=on_progress,
+        debug=debug,
+    )
     return _summary(config, state) | {"seconds": round(time.monotonic() - started, 2)}
 
 
 def _summary(config: MasterConfig, state: dict[str, Any]) -> dict[str, Any]:
-    metrics = Path(config.logger.log_dir) / METRICS_FILE
-    # There are none when a finished run is started again with another log_dir.
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    lines = logged_metrics(config)
     steps = [line for line in lines if "reward_mean" in line]
     validations = [line["val_reward"] for line in lines if "val_reward" in line]
     timed = steps[1:] or steps
-    checkpoint = None
-    if config.checkpointing.enabled:
-        checkpoint = str(Path(config.checkpointing.checkpoint_dir) / f"step_{state['total_steps']}")
     return {
         "steps": state["total_steps"],
         "first_reward": steps[0]["reward_mean"] if steps else None,
@@ -108,7 +92,5 @@ def _summary(config: MasterConfig, state: dict[str, Any]) -> dict[str, Any]:
         "controller_column_bytes": state["controller_column_bytes"],
         "dropped": state["dropped"],
         "skipped_steps": state["skipped_steps"],
-        "log_dir": config.logger.log_dir,
-        "checkpoint_dir": config.checkpointing.checkpoint_dir if config.checkpointing.enabled else None,
-        "checkpoint": checkpoint,
+        **result_places(config, state["total_steps"]),
     }

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from nemo_rl.cli.training import Train, result_facts, train_with_progress
+
 
 def ppo(
     context: typer.Context,
@@ -17,20 +19,15 @@ def ppo(
     ] = None,
 ) -> None:
     """Train a model with PPO (or GRPO) on its own samples. A run that was cut resumes from its last checkpoint."""
-    from rich.console import Console
-
     from nemo_rl.algorithms.single_controller_utils.config import read_single_controller_config
-    from nemo_rl.cli.console import err_console, print_facts
-    from nemo_rl.cli.progress import ProgressLine
 
-    debug = bool(context.find_root().params["debug"])
-    run_config = read_single_controller_config(config, overrides or [])
-    with ProgressLine(err_console()) as progress:
-        # Under the spinner, because torch and Ray take seconds to import.
-        from nemo_rl.algorithms.single_controller_run import train_ppo
+    train_with_progress(context, read_single_controller_config(config, overrides or []), _import_train, summary_facts)
 
-        summary = train_ppo(run_config, on_progress=progress, debug=debug)
-    print_facts(Console(), summary_facts(summary))
+
+def _import_train() -> Train:
+    from nemo_rl.algorithms.single_controller_run import train_ppo
+
+    return train_ppo
 
 
 def summary_facts(summary: dict[str, Any]) -> dict[str, str]:
@@ -43,11 +40,4 @@ def summary_facts(summary: dict[str, Any]) -> dict[str, str]:
         facts["val reward"] = f"{summary['val_reward']:.3f}"
     if summary.get("samples_per_s") is not None:
         facts["samples/s"] = f"{summary['samples_per_s']:,.1f}"
-    dropped = {reason: count for reason, count in (summary.get("dropped") or {}).items() if count}
-    if dropped:
-        facts["dropped"] = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()))
-    if summary.get("checkpoint_dir"):
-        facts["checkpoint"] = f"{summary['checkpoint_dir']}   (onehop export writes it for transformers)"
-    if summary.get("log_dir"):
-        facts["curves"] = f"onehop report {summary['log_dir']}"
-    return facts
+    return facts | result_facts(summary, "dropped")

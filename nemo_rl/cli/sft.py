@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from nemo_rl.cli.training import Train, result_facts, train_with_progress
+
 
 def sft(
     context: typer.Context,
@@ -17,20 +19,15 @@ def sft(
     ] = None,
 ) -> None:
     """Fine-tune a model on chat rows. A run that was cut resumes from its last checkpoint."""
-    from rich.console import Console
-
     from nemo_rl.algorithms.sft_config import read_sft_config
-    from nemo_rl.cli.console import err_console, print_facts
-    from nemo_rl.cli.progress import ProgressLine
 
-    debug = bool(context.find_root().params["debug"])
-    run_config = read_sft_config(config, overrides or [])
-    with ProgressLine(err_console()) as progress:
-        # Under the spinner, because torch and Ray take seconds to import.
-        from nemo_rl.algorithms.sft_run import train_sft
+    train_with_progress(context, read_sft_config(config, overrides or []), _import_train, summary_facts)
 
-        summary = train_sft(run_config, on_progress=progress, debug=debug)
-    print_facts(Console(), summary_facts(summary))
+
+def _import_train() -> Train:
+    from nemo_rl.algorithms.sft_run import train_sft
+
+    return train_sft
 
 
 def summary_facts(summary: dict[str, Any]) -> dict[str, str]:
@@ -43,11 +40,4 @@ def summary_facts(summary: dict[str, Any]) -> dict[str, str]:
         facts["val loss"] = f"{summary['val_loss']:.4f}"
     if summary.get("tokens_per_s") is not None:
         facts["tokens/s"] = f"{summary['tokens_per_s']:,.0f}"
-    dropped = {reason: count for reason, count in (summary.get("dropped") or {}).items() if count}
-    if dropped:
-        facts["dropped rows"] = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()))
-    if summary.get("checkpoint_dir"):
-        facts["checkpoint"] = f"{summary['checkpoint_dir']}   (onehop export writes it for transformers)"
-    if summary.get("log_dir"):
-        facts["curves"] = f"onehop report {summary['log_dir']}"
-    return facts
+    return facts | result_facts(summary, "dropped rows")

@@ -17,7 +17,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def start(*_: object, **__: object) -> None:
         raise RayStartedError("a run is about to start")
 
-    monkeypatch.setattr("nemo_rl.algorithms.sft_run.init_ray", start)
+    monkeypatch.setattr("nemo_rl.algorithms.drive.init_ray", start)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     root, ours = logging.getLogger(), logging.getLogger("nemo_rl")
     handlers, level, our_level = list(root.handlers), root.level, ours.level

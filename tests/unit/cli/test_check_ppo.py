@@ -22,7 +22,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a run is about to start")
 
-    monkeypatch.setattr("nemo_rl.algorithms.single_controller_run.init_ray", start)
+    monkeypatch.setattr("nemo_rl.algorithms.drive.init_ray", start)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
