@@ -46,20 +46,13 @@ class RolloutFailureConfig(ConfigModel):
     """A dropped prompt makes the step smaller, or another prompt takes its place."""
     max_replacement_attempts: int = Field(default=1, ge=0)
     """Prompts that may be tried, one after the other, in the place of a dropped one."""
-    replacement_reserve_prompts: int = Field(default=1, ge=0)
-    """Prompts that are set aside for that."""
     native: NativeRolloutConfig = Field(default_factory=NativeRolloutConfig)
     """Time limits."""
 
     @model_validator(mode="after")
     def _replacements_exist(self) -> RolloutFailureConfig:
-        if self.on_dropped_prompt == "replace" and not (
-            self.max_replacement_attempts and self.replacement_reserve_prompts
-        ):
-            raise ValueError(
-                "on_dropped_prompt: replace needs max_replacement_attempts and replacement_reserve_prompts of at "
-                f"least 1, they are {self.max_replacement_attempts} and {self.replacement_reserve_prompts}"
-            )
+        if self.on_dropped_prompt == "replace" and not self.max_replacement_attempts:
+            raise ValueError("on_dropped_prompt: replace needs max_replacement_attempts of at least 1, it is 0")
         return self
 
 

@@ -98,10 +98,6 @@ class AdvantageComputer:
             metrics=metrics,
         )
 
-    def reset(self) -> None:
-        """Forgets the chunks of an unfinished step."""
-        self._chunks = []
-
     def _kept(self, rows: BatchedDataDict) -> tuple[Tensor, dict[str, int]]:
         """The weight of each row after filtering, float32 `[N]`, and how many rows each filter took out."""
         keep = rows[SAMPLE_MASK].float().reshape(-1)
@@ -155,10 +151,6 @@ class StageWorker:
     def finish(self) -> dict[str, float]:
         """See `AdvantageComputer.finish`."""
         return self._computer.finish()
-
-    def reset(self) -> None:
-        """Forgets the chunks of an unfinished step."""
-        self._computer.reset()
 
     def save_rows(self, sample_ids: Sequence[str], partition_id: str, path: str) -> int:
         """Writes rows to the folder `path`; their number."""

@@ -215,7 +215,7 @@ def test_steps_do_not_mix() -> None:
     meta = first.write()
     computer = stage(first)
     computer.run(AdvantageRequest(meta.slice(0, 8), is_last=False))
-    computer.reset()
+    computer.finish()
     run(computer, meta, [16])
     expected = first.read(meta, "advantages")
     run(computer, meta, [8, 8])  # the step before left nothing behind
