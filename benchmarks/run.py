@@ -12,10 +12,12 @@ import datetime
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from programs import YARDSTICKS, last_json, onehop_rl, onehop_sft
@@ -24,32 +26,52 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 TOLERANCE = 0.2
 
+# ratio: (ours, theirs, what issue and docs ask for in bf16, in fp32). Names of programs get the precision behind them.
 RATIOS = {
-    "one worker / bare loop, bf16": ("onehop bf16", "bare bf16", 0.9),
-    "one worker / TRL, bf16": ("onehop bf16", "trl bf16", 2.0),
-    "one worker / bare loop, fp32": ("onehop fp32", "bare fp32", None),
-    "two workers / bare two ranks, bf16": ("onehop x2 bf16", "bare x2 bf16", 0.9),
-    "PPO with a critic / bare loop, bf16": ("onehop ppo", "bare ppo", 0.85),
-    "GRPO / TRL, bf16": ("onehop grpo", "trl grpo", 1.1),
+    "one worker / bare loop": ("onehop", "bare", 0.9, 1.0),
+    "one worker / TRL": ("onehop", "trl", 2.0, None),
+    "two workers / bare two ranks": ("onehop x2", "bare x2", 0.9, None),
+    "PPO with a critic / bare loop": ("onehop ppo", "bare ppo", 0.85, 0.85),
+    "GRPO / TRL": ("onehop grpo", "trl grpo", 1.1, 1.1),
 }
 UNITS = {"ppo": "samples/s", "grpo": "samples/s"}
+NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+Program = Callable[[], float]
+
+
+def programs_of(workload: Path, precision: str) -> dict[str, Program]:
+    """The programs in one precision, in the order in which they run."""
+
+    def script(name: str, figure: str, *words: str) -> Program:
+        command = [sys.executable, str(YARDSTICKS / name), str(workload), "--dtype", precision, *words]
+        return lambda: last_json(command)[figure]
+
+    ours = NAMES[precision]
+    programs = {
+        "bare": script("bare_sft.py", "tokens_per_s"),
+        "onehop": lambda: onehop_sft(workload, 1, ours),
+        "trl": script("trl_sft.py", "tokens_per_s"),
+        "bare x2": script("bare_sft_dp2.py", "two_tokens_per_s"),
+        "onehop x2": lambda: onehop_sft(workload, 2, ours),
+        "bare ppo": script("bare_ppo.py", "samples_per_s"),
+        "onehop ppo": lambda: onehop_rl(workload, "ppo", ours),
+        "trl grpo": script("trl_grpo.py", "samples_per_s"),
+        "onehop grpo": lambda: onehop_rl(workload, "grpo", ours),
+    }
+    return {f"{name} {precision}": program for name, program in programs.items()}
 
 
 def measure(workload: Path, rounds: int, only: list[str]) -> dict[str, list[float]]:
-    script = lambda name, *words: [sys.executable, str(YARDSTICKS / name), str(workload), *words]  # noqa: E731
-    programs = {
-        "bare bf16": lambda: last_json(script("bare_sft.py"))["tokens_per_s"],
-        "onehop bf16": lambda: onehop_sft(workload, 1, "bfloat16"),
-        "trl bf16": lambda: last_json(script("trl_sft.py"))["tokens_per_s"],
-        "bare fp32": lambda: last_json(script("bare_sft.py", "--dtype", "fp32"))["tokens_per_s"],
-        "onehop fp32": lambda: onehop_sft(workload, 1, "float32"),
-        "bare x2 bf16": lambda: last_json(script("bare_sft_dp2.py"))["two_tokens_per_s"],
-        "onehop x2 bf16": lambda: onehop_sft(workload, 2, "bfloat16"),
-        "bare ppo": lambda: last_json(script("bare_ppo.py"))["samples_per_s"],
-        "onehop ppo": lambda: onehop_rl(workload, "ppo"),
-        "trl grpo": lambda: last_json(script("trl_grpo.py"))["samples_per_s"],
-        "onehop grpo": lambda: onehop_rl(workload, "grpo"),
-    }
+    """Figures by program, one for each round.
+
+    Where the hardware multiplies in bfloat16 that is measured, and SFT with one worker in float32; else float32.
+    """
+    programs = programs_of(workload, "fp32")
+    if has_bf16():
+        programs = programs_of(workload, "bf16") | {name: programs[name] for name in ("bare fp32", "onehop fp32")}
+    unknown = sorted(set(only) - set(programs))
+    if unknown:
+        sys.exit(f"--only {', '.join(unknown)}: this machine's programs are {', '.join(programs)}")
     figures: dict[str, list[float]] = {}
     for turn in range(rounds):
         for name, program in programs.items():
@@ -59,37 +81,54 @@ def measure(workload: Path, rounds: int, only: list[str]) -> dict[str, list[floa
     return figures
 
 
-def unit(name: str) -> str:
-    """What the figure of a program counts."""
-    return UNITS.get(name.split()[-1], "tokens/s")
-
-
-def machine() -> str:
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
-    return f"{os.cpu_count()} cores of {cpu}"
-
-
-def report(figures: dict[str, list[float]]) -> dict[str, object]:
+def has_bf16() -> bool:
+    """Whether `precision: auto` is bfloat16 on this machine's CPU."""
     import torch
 
-    medians = {name: statistics.median(values) for name, values in figures.items()}
-    ratios = {
-        label: round(medians[ours] / medians[theirs], 3)
-        for label, (ours, theirs, _) in RATIOS.items()
-        if ours in medians and theirs in medians
-    }
+    from nemo_rl.models.engine.precision import compute_dtype
+
+    return compute_dtype("auto", torch.device("cpu")) is torch.bfloat16
+
+
+def unit(name: str) -> str:
+    """What the figure of a program counts."""
+    return next((unit for word, unit in UNITS.items() if word in name.split()), "tokens/s")
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
+
+
+def wanted(label: str) -> float | None:
+    """The bound of a ratio whose label ends with its precision."""
+    name, precision = label.rsplit(", ", 1)
+    return RATIOS[name][2 if precision == "bf16" else 3]
+
+
+def environment() -> dict[str, object]:
+    """Where a measurement was made: date, commit, machine, torch."""
+    import torch
+
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit.stdout.strip(),
-        "machine": machine(),
+        "machine": f"{os.cpu_count()} cores of {cpu_name()}",
         "torch": torch.__version__,
-        "ratios": ratios,
-        "figures": {name: [round(value, 1) for value in values] for name, values in figures.items()},
     }
+
+
+def report(figures: dict[str, list[float]]) -> dict[str, object]:
+    medians = {name: statistics.median(values) for name, values in figures.items()}
+    ratios = {
+        f"{label}, {precision}": round(medians[f"{ours} {precision}"] / medians[f"{theirs} {precision}"], 3)
+        for precision in NAMES
+        for label, (ours, theirs, *_) in RATIOS.items()
+        if {f"{ours} {precision}", f"{theirs} {precision}"} <= medians.keys()
+    }
+    rounded = {name: [round(value, 1) for value in values] for name, values in figures.items()}
+    return environment() | {"ratios": ratios, "figures": rounded}
 
 
 def table(result: dict) -> str:
@@ -101,20 +140,27 @@ def table(result: dict) -> str:
         for name, values in result["figures"].items()
     ]
     lines += ["", "| ratio | measured | wanted |", "|---|---|---|"]
-    lines += [f"| {label} | {ratio:.2f} | {RATIOS[label][2] or '-'} |" for label, ratio in result["ratios"].items()]
+    lines += [f"| {label} | {ratio:.2f} | {wanted(label) or '-'} |" for label, ratio in result["ratios"].items()]
     return "\n".join(lines) + "\n"
 
 
+def results_name() -> str:
+    """Name of this machine's tables: words of the processor's name, as in `intel-xeon`."""
+    words = [word for word in re.findall(r"[a-z]+", cpu_name().lower()) if len(word) > 2]
+    return "-".join(word for word in words if word not in ("cpu", "core", "processor", "with"))
+
+
 def check(ratios: dict[str, float]) -> list[str]:
-    committed = sorted(RESULTS.glob("*.json"))
-    if not committed:
+    """One line per ratio that fell against the newest committed table of such a processor, else of any."""
+    tables = sorted(RESULTS.glob("20*.json"), key=lambda path: (results_name() in path.name, path.name), reverse=True)
+    if not tables:
         return ["there is no committed table in benchmarks/results; run `make bench` first"]
-    before = json.loads(committed[-1].read_text())["ratios"]
-    return [
-        f"{label}: {ratios[label]:.2f}, was {before[label]:.2f} in {committed[-1].name}"
-        for label in ratios.keys() & before.keys()
-        if ratios[label] < before[label] * (1 - TOLERANCE)
-    ]
+    problems = []
+    for label, ratio in ratios.items():
+        found = next(((t, r[label]) for t in tables if label in (r := json.loads(t.read_text())["ratios"])), None)
+        if found and ratio < found[1] * (1 - TOLERANCE):
+            problems.append(f"{label}: {ratio:.2f}, was {found[1]:.2f} in {found[0].name}")
+    return problems
 
 
 def main() -> None:
@@ -133,7 +179,7 @@ def main() -> None:
         sys.exit("\n".join(problems) if problems else 0)
     if not args.only:
         RESULTS.mkdir(exist_ok=True)
-        name = result["date"]
+        name = f"{result['date']}-{results_name()}"
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         (RESULTS / f"{name}.md").write_text(table(result))
 

@@ -24,7 +24,7 @@ from nemo_rl.cli.metrics_log import find_metrics_file, read_metrics
 
 RUN = OUT / "ppo"
 START = 0.2  # where the fine-tuning is stopped: sampled exact match
-SFT_STEPS = (400, 520, 640)
+SFT_STEPS = (400, 520, 640, 760, 880, 1000)
 CONFIGS = "examples/configs"
 
 

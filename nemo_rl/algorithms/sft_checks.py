@@ -17,7 +17,7 @@ from nemo_rl.data.energon.topology import DataLoaderPlacementPlan, resolve_topol
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.config import check_cluster
 from nemo_rl.models.config import PolicyConfig, TokenizerConfig
-from nemo_rl.models.config_checks import check_optimizer, check_overrides
+from nemo_rl.models.config_checks import check_overrides, check_training
 from nemo_rl.models.driver import check_parallel_sizes, sharding_of
 from nemo_rl.models.engine.model_config import packing_problem, read_model_config
 from nemo_rl.utils.errors import UserError
@@ -108,7 +108,7 @@ def inspect_inputs(config: MasterConfig) -> SFTInputs:
         )
     train, plan = inputs.train, inputs.plan
     steps = _run_steps(config, train, plan)
-    problems += check_optimizer(policy, steps)
+    problems += check_training(policy, steps)
     # Only a run that could start has an identity, which is what a checkpoint is compared with.
     if not problems and model is not None and tokenizer is not None and train is not None and plan is not None:
         identity: dict[str, Any] = {}

@@ -22,6 +22,7 @@ from typing import Any
 import ray
 
 from nemo_rl.algorithms.loss.interfaces import MetricNormalizer
+from nemo_rl.algorithms.profile import StepProfiler
 from nemo_rl.algorithms.sft_config import MasterConfig
 from nemo_rl.algorithms.sft_state import (
     IDENTITY,
@@ -104,6 +105,7 @@ class SFTSingleControllerActor:
         self._logger = Logger(master_config.logger)
         self._logger.begin(resumed_after=self._state.total_steps if actor_args.last_checkpoint_path else None)
         self._logger.log_hyperparams(master_config)
+        self._profiler = StepProfiler(master_config.logger.profile_steps, {"policy": self._trainer}, self._logger)
         self._checkpointer = CheckpointManager(master_config.checkpointing)
         self._timeout = TimeoutChecker(master_config.checkpointing.checkpoint_must_save_by, fit_last_save_time=True)
         self._policy_step_open = False
@@ -143,6 +145,7 @@ class SFTSingleControllerActor:
             self._validate()
         self._timeout.start_iterations()
         while self._state.total_steps < self._max_steps:
+            self._profiler.begin(self._state.total_steps + 1)
             metrics = self._run_train_step()
             step = self._state.total_steps
             is_last = step >= self._max_steps
@@ -155,6 +158,7 @@ class SFTSingleControllerActor:
             by_timeout = self._timeout.check_save()
             if self._checkpointer.is_due(step, forced=is_last or by_timeout):
                 self._save_checkpoint(metric)
+            self._profiler.end(step)
             if by_timeout:
                 log.warning("checkpointing.checkpoint_must_save_by is reached: saved at step %d and stopping", step)
                 return

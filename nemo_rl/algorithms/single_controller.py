@@ -28,6 +28,7 @@ import ray
 
 from nemo_rl.algorithms.async_utils.rollout_pump import RolloutPump
 from nemo_rl.algorithms.ppo import PPOConfig, _compute_critic_metrics
+from nemo_rl.algorithms.profile import StepProfiler
 from nemo_rl.algorithms.single_controller_utils.config import (
     MasterConfig,
     algo_config,
@@ -94,6 +95,7 @@ class SingleControllerActor:
         self._logger = Logger(master_config.logger)
         self._logger.begin(resumed_after=self._state.total_steps if actor_args.last_checkpoint_path else None)
         self._logger.log_hyperparams(master_config)
+        self._profiler = StepProfiler(master_config.logger.profile_steps, self._roles(), self._logger)
         self._checkpointer = CheckpointManager(master_config.checkpointing)
         self._timeout = TimeoutChecker(master_config.checkpointing.checkpoint_must_save_by, fit_last_save_time=True)
         self._timer = Timer()
@@ -172,6 +174,7 @@ class SingleControllerActor:
         """Steps until the last one; logs, validates and saves between them."""
         algorithm = self._algorithm
         while self._state.total_steps < self._max_steps:
+            await self._call(self._profiler.begin, self._state.total_steps + 1)
             metrics = await self._train_step()
             step = self._state.total_steps
             is_last = step >= self._max_steps
@@ -185,6 +188,7 @@ class SingleControllerActor:
             by_timeout = self._timeout.check_save()
             if self._checkpointer.is_due(step, forced=is_last or by_timeout):
                 await self._save_checkpoint(metric)
+            await self._call(self._profiler.end, step)
             if by_timeout:
                 log.warning("checkpointing.checkpoint_must_save_by is reached: saved at step %d and stopping", step)
                 return
@@ -219,6 +223,8 @@ class SingleControllerActor:
         step_rows = chunks[0].concat(*chunks[1:])
         metrics |= rollout_metrics(step_rows, self._version) | self._pump.take_metrics()
         await self._drop_rows(step_rows.sample_ids)
+        left = await self._call(self._trainer.dp_client.list_sample_ids, self._args.partition_id)
+        metrics["rows_in_plane"] = len(left)
         self._count(step_rows, metrics)
         await self._sync_weights()
         total = time.perf_counter() - started

@@ -10,6 +10,9 @@ from nemo_rl.algorithms.loss.interfaces import MetricNormalizer, metric_rule, re
 # What the worker adds to the metrics of the loss, the same in all forward passes of a step.
 _STEP_METRIC_RULES = dict.fromkeys(("lr", "wd", "global_valid_seqs", "global_valid_toks"), MetricNormalizer.LAST)
 
+# What the driver adds, if it knows it.
+_STEP_RESULTS = ("total_flops", "num_ranks", "theoretical_tflops", "engine_busy")
+
 
 def train_metrics(
     train_results: Mapping[str, Any], rules: Mapping[str, MetricNormalizer] | None = None
@@ -20,7 +23,5 @@ def train_metrics(
         key: reduce_metric(metric_rule(key, stated), values) for key, values in train_results["all_mb_metrics"].items()
     }
     metrics |= {f"moe/{key}": value for key, value in train_results.get("moe_metrics", {}).items()}
-    metrics |= {
-        key: train_results[key] for key in ("total_flops", "num_ranks", "theoretical_tflops") if key in train_results
-    }
+    metrics |= {key: train_results[key] for key in _STEP_RESULTS if key in train_results}
     return metrics | {"loss": float(train_results["loss"]), "grad_norm": float(train_results["grad_norm"])}

@@ -44,7 +44,8 @@ def report_page(log: MetricsLog, *, title: str) -> str:
     from nemo_rl import __version__
     from nemo_rl.cli import charts
     from nemo_rl.cli.report_charts import main_charts_of
-    from nemo_rl.utils.logger import SAMPLES_FILE
+    from nemo_rl.cli.report_profile import profile_table
+    from nemo_rl.utils.logger import PROFILE_FILE, SAMPLES_FILE
 
     main_charts = main_charts_of(log)
     shown = {line.series.name for chart in main_charts for line in chart.lines}
@@ -66,6 +67,7 @@ def report_page(log: MetricsLog, *, title: str) -> str:
         subtitle=escape(_subtitle(log)),
         tiles="".join(_tiles(log)),
         charts="".join(figures[: len(main_charts)]),
+        profile=profile_table(log.path.with_name(PROFILE_FILE)),
         samples=_samples(log.path.with_name(SAMPLES_FILE)),
         more=more,
         table=_table(log),

@@ -27,6 +27,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import broadcast_batch
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES, NamedSharding
 from nemo_rl.utils.errors import RunError
+from nemo_rl.utils.phases import phase
 
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
 
@@ -170,10 +171,11 @@ class TQWorkerMixin:
         group = self._get_replica_group()
         if fetch_policy == "leader_broadcast" and group is None:
             raise RuntimeError("fetch_policy 'leader_broadcast' needs a replica group")
-        if group is None or fetch_policy == "independent" or dist.get_world_size(group) == 1:
-            data = self._read(meta)
-        else:
-            data = self._read_and_broadcast(meta, group)
+        with phase("fetch"):
+            if group is None or fetch_policy == "independent" or dist.get_world_size(group) == 1:
+                data = self._read(meta)
+            else:
+                data = self._read_and_broadcast(meta, group)
         for key in PACKING_KEYS:
             if key in meta.extra_info:
                 setattr(data, key, meta.extra_info[key])
@@ -204,8 +206,9 @@ class TQWorkerMixin:
     def _write_back(self, meta: KVBatchMeta, fields: Mapping[str, Tensor]) -> None:
         """Adds columns `[B, S]` to the rows of `meta`; the leader writes, its siblings return at once."""
         if self._is_replica_leader():
-            on_cpu = {name: value.detach().cpu() for name, value in fields.items()}
-            write_columns(self._require_dp_client(), meta, fields=on_cpu)
+            with phase("write back"):
+                on_cpu = {name: value.detach().cpu() for name, value in fields.items()}
+                write_columns(self._require_dp_client(), meta, fields=on_cpu)
 
     def _write_back_result_field(self, meta: KVBatchMeta, result: Any, *, result_key: str, tq_field: str) -> None:
         """Writes `result[result_key]` as the column `tq_field`; checked on every rank, so that all fail together.

@@ -139,7 +139,14 @@ def init_ray(
 
 def _start_private(cluster: ClusterConfig, log_dir: Path | None, num_extra_actors: int, debug: bool) -> RaySession:
     token = secrets.token_hex(32)
-    changes = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_enable_metrics_collection": "0"}
+    changes = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+        "RAY_enable_metrics_collection": "0",
+        # Ray would run workers at the lowest priority but four. Threads that meet at every operation then all wait for
+        # the one whose core another program uses, and a step takes ten times as long.
+        "RAY_worker_niceness": "0",
+    }
     before = {name: os.environ.get(name) for name in changes}
     folder = _make_folder()
     session = RaySession(private=True, address="", worker_logs=None, _log_dir=log_dir, _environment=before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -72,6 +73,10 @@ def wait_for(refs: Sequence[ObjectRef], *, reason: str, timeout_s: float, names:
             logger.warning("waiting for %s for %.0f s: %s", reason, waited, ", ".join(name_of[r] for r in pending))
             next_report += _REPORT_EVERY_S
         done, pending = ray.wait(pending, num_returns=1, timeout=min(timeout_s, next_report) - waited)
+        if done and pending:
+            # Whatever else has come by now, at once: the waits of many workers would take the square of their number.
+            more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
+            done += more
         failures = _collect(done, results, name_of)
         if failures:
             raise _explain(failures, pending, name_of, reason)
@@ -80,6 +85,10 @@ def wait_for(refs: Sequence[ObjectRef], *, reason: str, timeout_s: float, names:
 
 def _collect(done: list[ObjectRef], results: dict[ObjectRef, Any], name_of: dict[ObjectRef, str]) -> list[_Failure]:
     failures = []
+    # All at once; one by one where any of them failed, since Ray then tells of the first only.
+    with contextlib.suppress(Exception):
+        results.update(zip(done, ray.get(done), strict=True))
+        return failures
     for ref in done:
         try:
             results[ref] = ray.get(ref)

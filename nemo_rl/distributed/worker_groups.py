@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -228,11 +229,8 @@ class RayWorkerGroup:
         results = wait_for(refs, reason=reason, timeout_s=limit, names=[self._name_of(ref) for ref in refs])
         if not isinstance(future, MultiWorkerFuture):
             return results
-        return [
-            result
-            for rank, result in zip(future.called_workers, results, strict=True)
-            if rank in future.return_from_workers
-        ]
+        returning = set(future.return_from_workers)
+        return [result for rank, result in zip(future.called_workers, results, strict=True) if rank in returning]
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float = 30.0, force: bool = False) -> bool:
         """End all worker processes; whether the clean-up went well. Never raises, may be called twice.
@@ -258,8 +256,11 @@ class RayWorkerGroup:
         return clean
 
     def _name_of(self, ref: ObjectRef) -> str:
-        actor_id = ref.task_id().actor_id().hex()
-        return next((str(metadata) for metadata in self._metadata if metadata.actor_id == actor_id), "another actor")
+        return self._name_by_actor.get(ref.task_id().actor_id().hex(), "another actor")
+
+    @cached_property
+    def _name_by_actor(self) -> dict[str, str]:
+        return {metadata.actor_id: str(metadata) for metadata in self._metadata}
 
     def _share(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments with everything but scalars placed in the object store, when more than one worker reads it."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from nemo_rl.models.config import ModelConfig
+from nemo_rl.models.engine.compiled_parts import compiler_problem
 from nemo_rl.models.engine.config import OptimizerSpec, ScheduleSpec
 from nemo_rl.models.engine.model_config import read_model_config
 from nemo_rl.models.engine.optimizer import build_schedule, check_kwargs, torch_class
@@ -45,19 +46,22 @@ def check_overrides(config: ModelConfig) -> list[str]:
     return problems
 
 
-def check_optimizer(config: ModelConfig, run_steps: int) -> list[str]:
-    """One line per fault of the optimizer and of the schedule. Both are built once, over two weights.
+def check_training(config: ModelConfig, run_steps: int) -> list[str]:
+    """One line per fault of the optimizer and of the schedule, which are built once, over two weights, and of what
+    training needs on this machine.
 
     Args:
         config: of the model.
         run_steps: length of the run in optimizer steps; a decay without an end of its own takes it.
     """
-    problems: list[str] = []
+    compiler = compiler_problem(f"{config.section}.torch_compile") if config.torch_compile else None
+    problems: list[str] = [compiler] if compiler else []
     optimizer = OptimizerSpec(name="AdamW")  # the schedule is tried on it when there is no other
     try:
         spec = config.optimizer_spec()
-        problems = _optimizer_problems(spec, config.section)
-        optimizer = optimizer if problems else spec
+        refused = _optimizer_problems(spec, config.section)
+        problems += refused
+        optimizer = optimizer if refused else spec
     except UserError as error:
         problems.append(str(error))
     megatron = config.megatron

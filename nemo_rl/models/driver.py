@@ -120,6 +120,11 @@ class ModelDriver:
                 section, info["num_parameters"] / 1e6, info["compute_dtype"], info["device"], section, config.precision,
                 "sharded" if info["sharded"] else "replicated", self.data_parallel_size,
             )  # fmt: skip
+            if info["emulated"]:
+                log.warning(
+                    "%s.precision: %s is emulated on this %s, which takes a hundred times as long as float32; "
+                    "set it to auto or float32", section, config.precision, info["device"],
+                )  # fmt: skip
         except BaseException:
             self.worker_group.shutdown(force=True)
             raise
@@ -193,6 +198,16 @@ class ModelDriver:
     def offload_after_refit(self) -> None:
         """After weights went to the sampler. Moves nothing for now."""
 
+    # -- where the time goes ------------------------------------------------------------------------------------------
+
+    def start_profile(self) -> None:
+        """Every worker times its phases from now on."""
+        self._call_all("start_profile", reason="opening a profile")
+
+    def stop_profile(self) -> list[dict[str, float]]:
+        """Seconds by phase since `start_profile`, in the order of ranks; each second counts once."""
+        return self._call_all("stop_profile", reason="closing a profile")
+
     # -- on disk, and the end -----------------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -248,7 +263,8 @@ class ModelDriver:
 
 
 def aggregate_train_results(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The workers' results as one: `loss` (mean over the steps), `grad_norm` and `skipped`, metrics joined by name.
+    """The workers' results as one: `loss` (mean over the steps), `grad_norm` and `skipped`, metrics joined by name, and
+    `engine_busy` of the worker that was busy least, where they say it.
 
     Only replica leaders count, since the siblings of a replica report the same tokens.
 
@@ -268,6 +284,7 @@ def aggregate_train_results(results: list[dict[str, Any]]) -> dict[str, Any]:
         "skipped": leaders[0]["skipped"],
         "all_mb_metrics": metrics,
         "num_ranks": len(results),
+        **({"engine_busy": min(busy)} if (busy := [r["engine_busy"] for r in leaders if "engine_busy" in r]) else {}),
     }
 
 

@@ -1,6 +1,9 @@
 """The worker: a process of the group that holds an engine and fetches its own rows. Every role runs this class."""
 
 import logging
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,9 @@ from nemo_rl.models.engine.checkpoint import EngineCheckpointer
 from nemo_rl.models.engine.config import DATA, EngineConfig
 from nemo_rl.models.engine.engine import Engine, StepResult
 from nemo_rl.models.engine.mesh import Mesh, build_mesh
+from nemo_rl.models.engine.precision import has_bfloat16
 from nemo_rl.models.weight_source import WeightSourceMixin
+from nemo_rl.utils import phases
 from nemo_rl.utils.errors import MemoryExhaustedError
 
 log = logging.getLogger(__name__)
@@ -34,6 +39,9 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
         tokenizer: gives the pad id of padded views, and is saved with checkpoints.
     """
 
+    _busy_s = 0.0
+    _finished_at: float | None = None
+
     def __init__(self, engine_config: EngineConfig, row_tokens: int, tokenizer: PreTrainedTokenizerBase):
         super().__init__()
         self.engine_config = engine_config
@@ -47,7 +55,8 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
         """Builds mesh and engine and, with `weights_path`, continues from a checkpoint.
 
         Returns:
-            `num_parameters`, `compute_dtype` (name), `sharded`, `device` (type).
+            `num_parameters`, `compute_dtype` (name), `sharded`, `device` (type), `emulated` (compute without hardware
+            for that dtype).
 
         Raises:
             UserError: the model or the checkpoint can't be loaded.
@@ -65,6 +74,7 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
             "compute_dtype": str(self._engine.model.compute_dtype).removeprefix("torch."),
             "sharded": self._engine.model.sharded,
             "device": self.device.type,
+            "emulated": self._engine.model.compute_dtype == torch.bfloat16 and not has_bfloat16(self.device),
         }
 
     @property
@@ -95,7 +105,8 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
             gbs: rows of the step over all ranks, as the interface has it; the engine divides by what it counts.
             mbs: rows of a forward pass if all had the greatest length; None takes the configured token budget.
         """
-        self.engine.begin_step(loss_fn, self._budget(mbs))
+        with self._busy():
+            self.engine.begin_step(loss_fn, self._budget(mbs))
 
     def train_microbatch(self, data: BatchedDataDict) -> None:
         """Adds the gradients of these rows to the open step.
@@ -104,7 +115,8 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
             MemoryExhaustedError: a pass did not fit; the step can only be aborted.
         """
         try:
-            self.engine.microbatch(data)
+            with self._busy():
+                self.engine.microbatch(data)
         except torch.OutOfMemoryError as error:
             first_line = str(error).splitlines()[0]
             raise MemoryExhaustedError(f"a pass of {self.engine.microbatch_tokens} tokens: {first_line}") from error
@@ -117,8 +129,17 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
         return engine.microbatch_tokens
 
     def finish_train_step(self) -> dict[str, Any]:
-        """Updates the weights and closes the step; see `_train_result`."""
-        return self._train_result([self.engine.finish_step()])
+        """Updates the weights and closes the step; see `_train_result`.
+
+        From the second step on with `engine_busy`: the part of the time since the step before in which the engine
+        trained. The rest is loading, calls on their way, and whatever else the worker or the controller did.
+        """
+        with self._busy():
+            step = self.engine.finish_step()
+        now, since, busy = time.perf_counter(), self._finished_at, self._busy_s
+        self._finished_at, self._busy_s = now, 0.0
+        result = self._train_result([step])
+        return result if since is None else result | {"engine_busy": busy / (now - since)}
 
     def abort_train_step(self) -> None:
         """Discards the open step, if there is one."""
@@ -183,9 +204,20 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
         self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
     ) -> None:
         """Copies the state and writes it in the background; `async_save_done` says when it is on disk."""
-        self.checkpointer.save(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
-        if tokenizer_path is not None and self.rank == 0:
-            self.tokenizer.save_pretrained(tokenizer_path)
+        with phases.phase("save"):
+            self.checkpointer.save(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
+            if tokenizer_path is not None and self.rank == 0:
+                self.tokenizer.save_pretrained(tokenizer_path)
+
+    def start_profile(self) -> None:
+        """Times the phases of this process from now on; on a GPU each waits for the device, which costs overlap."""
+        self.engine.watch_head()
+        phases.start_profile(torch.cuda.synchronize if self.device.type == "cuda" else None)
+
+    def stop_profile(self) -> dict[str, float]:
+        """Seconds by phase since `start_profile`; each second counts once."""
+        self.engine.unwatch_head()
+        return phases.stop_profile()
 
     def async_save_done(self) -> bool:
         """Whether the last save is on disk; never waits. Raises `RunError` when it failed."""
@@ -196,6 +228,14 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
 
     def _get_replica_group(self) -> dist.ProcessGroup | None:
         return self.mesh.replica_group
+
+    @contextmanager
+    def _busy(self) -> Generator[None, None, None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._busy_s += time.perf_counter() - started
 
     def _rows_per_step(self, data: BatchedDataDict, gbs: int | None) -> list[int]:
         if data.elem_counts_per_gb is not None:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, Field
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 ROWS_FILE = "rows.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
+PROFILE_FILE = "profile.jsonl"
 CONFIG_FILE = "config.yaml"
 SAMPLES_FILE = "samples.jsonl"
 """Some sampled answers of the last validated step of a PPO or GRPO run, for people."""
@@ -48,6 +49,8 @@ class LoggerConfig(ConfigModel):
     """Write `rows.jsonl`: the source ids of every trained row, by step and shard."""
     log_rollouts: bool = False
     """Write `rollouts.jsonl`: prompt, response and reward of every sample of a PPO or GRPO run."""
+    profile_steps: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    """Steps, counted from 1, that every worker times by phase for `profile.jsonl` and the report."""
     tensorboard_enabled: bool = True
     """Write TensorBoard files to `log_dir/tensorboard`."""
     wandb_enabled: bool = False
@@ -101,12 +104,13 @@ class Logger:
 
         Args:
             resumed_after: the step of the checkpoint that is resumed; None for a fresh run, for which
-                `metrics.jsonl`, `rows.jsonl` and `rollouts.jsonl` of an earlier run become `metrics.1.jsonl` and so on.
+                `metrics.jsonl`, `rows.jsonl`, `rollouts.jsonl` and `profile.jsonl` of an earlier run become
+                `metrics.1.jsonl` and so on.
         """
         if resumed_after is not None:
             self.resume_from(resumed_after)
             return
-        for name in (METRICS_FILE, ROWS_FILE, ROLLOUTS_FILE):
+        for name in (METRICS_FILE, ROWS_FILE, ROLLOUTS_FILE, PROFILE_FILE):
             path = self._dir / name
             if path.exists():
                 numbers = itertools.count(1)
@@ -115,7 +119,7 @@ class Logger:
 
     def resume_from(self, step: int) -> None:
         """Drops the lines of later steps, which the resumed run writes again. Call it before the first line."""
-        for name in (METRICS_FILE, ROWS_FILE):
+        for name in (METRICS_FILE, ROWS_FILE, PROFILE_FILE):
             _drop_lines_after(self._dir / name, step)
         # Its steps count from 0, as the weights' versions do.
         _drop_lines_after(self._dir / ROLLOUTS_FILE, step - 1)
@@ -163,6 +167,10 @@ class Logger:
         if self._config.log_row_ids:
             lines = [{"step": step, "shard": shard, "source_ids": list(ids)} for shard, ids in rows]
             _append(self._dir / ROWS_FILE, lines)
+
+    def log_profile(self, step: int, role: str, ranks: Sequence[Mapping[str, float]]) -> None:
+        """Writes the seconds by phase of each rank of a role in one step, as one line {step, role, ranks}."""
+        _append(self._dir / PROFILE_FILE, [{"step": step, "role": role, "ranks": [dict(rank) for rank in ranks]}])
 
     def log_hyperparams(self, config: BaseModel | Mapping[str, Any]) -> None:
         """Writes the run's config as `config.yaml` and gives it to the trackers."""

@@ -18,6 +18,7 @@ def straight_run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Fi
         train=inputs.train,
         data__validation={"path": str(inputs.validation)},
         data__energon={"topology_mapper": "elastic", "logical_shards": 2},
+        logger__profile_steps=[2, 10],
         sft__val_at_start=True,
         sft__val_period=10,
         sft__val_at_end=True,

@@ -19,6 +19,7 @@ from rl_runs import (
     run_rl,
     write_config,
 )
+from sft_runs import read_lines
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 @pytest.fixture(scope="module")
 def straight(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """Four steps on one worker, one chunk each, saved after the second and the fourth."""
-    return run_rl(write_config(tmp_path_factory.mktemp("straight"), inputs))
+    return run_rl(write_config(tmp_path_factory.mktemp("straight"), inputs, logger__profile_steps=[3]))
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,21 @@ def test_the_sampler_draws_with_the_trainer_s_weights(straight: FinishedRun) -> 
     for line in straight.metrics:
         assert line["logprob_error_max"] < 1e-3
         assert line["staleness_max"] == 0
+
+
+def test_no_row_is_left_in_the_plane_after_a_step(straight: FinishedRun, chunked: FinishedRun) -> None:
+    for run in (straight, chunked):
+        assert [line["rows_in_plane"] for line in run.metrics] == [0, 0, 0, 0]
+
+
+def test_a_profiled_step_says_where_the_time_of_both_models_went(straight: FinishedRun) -> None:
+    lines = read_lines(straight.config.parent / "logs" / "profile.jsonl")
+    assert [(line["step"], line["role"]) for line in lines] == [(3, "policy"), (3, "value")]
+    took = straight.metrics[2]["total_step_time"]
+    for line in lines:
+        (seconds,) = line["ranks"]
+        assert {"fetch", "inference", "write back", "forward layers", "backward", "optimizer"} <= seconds.keys()
+        assert took < sum(seconds.values()) < took + 5, "the step, and what was written and drawn around it"
 
 
 def test_weights_carry_a_version_that_rises_by_one(straight: FinishedRun) -> None:

@@ -80,6 +80,24 @@ def test_every_step_has_its_metrics(straight_run: FinishedRun, inputs: Inputs) -
         assert line["valid_tokens_per_second"] == pytest.approx(trained / line["total_step_time"])
 
 
+def test_a_profile_tells_each_second_of_a_step_on_each_rank(straight_run: FinishedRun) -> None:
+    lines = read_lines(straight_run.logs / "profile.jsonl")
+    metrics = metrics_by_step(straight_run.logs)
+    assert [(line["step"], line["role"], len(line["ranks"])) for line in lines] == [(2, "policy", 2), (10, "policy", 2)]
+    of_a_step = {"load", "fetch", "packing", "forward attention", "forward layers", "head and loss", "backward"}
+    of_a_step |= {"gradient reduction", "clip", "optimizer", "waiting"}
+    for line, more in zip(lines, (set(), {"validation", "save"}), strict=True):
+        for seconds in line["ranks"]:
+            assert seconds.keys() == of_a_step | more
+            assert sum(seconds.values()) > metrics[line["step"]]["total_step_time"]
+
+
+def test_the_engine_says_how_busy_it_was(straight_run: FinishedRun) -> None:
+    metrics = metrics_by_step(straight_run.logs)
+    assert "engine_busy" not in metrics[1], "there is no step before the first"
+    assert all(0 < metrics[step]["engine_busy"] < 1 for step in range(2, STEPS + 1))
+
+
 def test_validation_equals_a_plain_evaluation(straight_run: FinishedRun, inputs: Inputs, exported: Path) -> None:
     lines = {line["step"]: line for line in read_lines(straight_run.logs / "metrics.jsonl") if "val_loss" in line}
     assert sorted(lines) == [0, 10, 20, STEPS], "at the start, on each period and at the end"

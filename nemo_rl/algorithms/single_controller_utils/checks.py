@@ -21,7 +21,7 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.config import check_cluster
 from nemo_rl.environments.config import build_environment
 from nemo_rl.models.config import ModelConfig, TokenizerConfig
-from nemo_rl.models.config_checks import check_optimizer, check_overrides
+from nemo_rl.models.config_checks import check_overrides, check_training
 from nemo_rl.models.driver import check_parallel_sizes
 from nemo_rl.models.engine.model_config import packing_problem, read_model_config
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -153,7 +153,7 @@ def inspect_rl_inputs(config: MasterConfig) -> RLInputs:
                 "(num_prompts_per_step) in all passes (max_num_epochs)"
             )
     for model, ticks in zip(_models(config), updates(config, max(1, inputs.steps)), strict=True):
-        problems += check_optimizer(model, ticks)
+        problems += check_training(model, ticks)
     if not problems and train is not None:
         if config.checkpointing.enabled:
             inputs.identity = _identity(config, models, inputs.tokenizer, train, inputs.steps)

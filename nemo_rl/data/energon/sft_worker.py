@@ -15,6 +15,7 @@ from nemo_rl.data.sft_batch import batch_rows
 from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.models.engine.config import DATA
 from nemo_rl.models.worker import ModelWorker
+from nemo_rl.utils.phases import phase
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +83,10 @@ class SFTPolicyWorker(ModelWorker):
         """
         loader = self._require_loader()
         self._require_no_active_batch()
-        if self._batch is None:
-            self._batch = loader.next_train(LOAD_TIMEOUT_S)
-        return self._publish(self._batch, make_sequence_length_divisible_by)
+        with phase("load"):
+            if self._batch is None:
+                self._batch = loader.next_train(LOAD_TIMEOUT_S)
+            return self._publish(self._batch, make_sequence_length_divisible_by)
 
     def commit_sft_batch(self) -> None:
         """Forgets the active batch: its step is done, and its loader states are the ones to save.

@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from nemo_rl.models.engine.precision import compiles_per_shape
+from nemo_rl.utils.phases import phase
 
 ATTENTION_NAME = "per_document"
 
@@ -89,38 +90,60 @@ def per_document_attention(
         raise ValueError(f"{type(module).__name__} does not pass `documents` to its attention: it can't be packed")
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} uses attention sinks: it can't be packed yet")
-    heads, kv_heads = query.size(1), key.size(1)
-    multiple = _LENGTH_MULTIPLE if compiles_per_shape(query.device, query.dtype) else 1
-    outputs = []
-    for start, end, count in documents:
-        length = (end - start) // count
-
-        def rows(x: Tensor, h: int, s: int = start, e: int = end, n: int = count, length: int = length) -> Tensor:
-            return x[0, :, s:e].reshape(h, n, length, -1).transpose(0, 1)
-
-        q, k, v = rows(query, heads), rows(key, kv_heads), rows(value, kv_heads)
-        window = sliding_window if sliding_window is not None and length > sliding_window else None
-        short = query.device.type == "cpu" and length <= _EXPLICIT_UP_TO
-        if short or softcap is not None:
-            scale = q.size(-1) ** -0.5 if scaling is None else scaling
-            # Positions behind a document's end are seen by no position of it.
-            q, k, v = (F.pad(x, (0, 0, 0, -length % multiple)) for x in (q, k, v))
-            out = _explicit_attention(q, k, v, scale=scale, window=window, softcap=softcap, dropout=dropout)
-            out = out[:, :, :length]
-        else:
-            out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=None if window is None else _visible(length, window, query.device),
-                dropout_p=dropout,
-                is_causal=window is None,
-                scale=scaling,
-                enable_gqa=heads != kv_heads,
+    with phase("forward attention"):
+        outputs = [
+            _group_attention(
+                *(x[0, :, group.start : group.end] for x in (query, key, value)),
+                group=group,
+                scale=query.size(-1) ** -0.5 if scaling is None else scaling,
+                dropout=dropout,
+                window=sliding_window,
+                softcap=softcap,
             )
-        outputs.append(out.transpose(1, 2).reshape(end - start, heads, -1))
-    outputs.append(outputs[0].new_zeros(query.size(2) - documents[-1].end, *outputs[0].shape[1:]))
-    return torch.cat(outputs)[None], None
+            for group in documents
+        ]
+        outputs.append(outputs[0].new_zeros(query.size(2) - documents[-1].end, *outputs[0].shape[1:]))
+        return torch.cat(outputs)[None], None
+
+
+def _group_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: DocumentGroup,
+    scale: float,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention in documents of equal length: query `[H, n L, D]`, key and value `[KV, n L, D]` to `[n L, H, D]`."""
+    length, heads, kv_heads = group.length, query.size(0), key.size(0)
+
+    def documents(x: Tensor) -> Tensor:
+        return x.reshape(x.size(0), group.count, length, -1).transpose(0, 1)
+
+    q, k, v = documents(query), documents(key), documents(value)
+    window = window if window is not None and length > window else None
+    short = query.device.type == "cpu" and length <= _EXPLICIT_UP_TO
+    if short or softcap is not None:
+        multiple = _LENGTH_MULTIPLE if compiles_per_shape(query.device, query.dtype) else 1
+        # Positions behind a document's end are seen by no position of it.
+        q, k, v = (F.pad(x, (0, 0, 0, -length % multiple)) for x in (q, k, v))
+        out = _explicit_attention(q, k, v, scale=scale, window=window, softcap=softcap, dropout=dropout)
+        out = out[:, :, :length]
+    else:
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=None if window is None else _visible(length, window, query.device),
+            dropout_p=dropout,
+            is_causal=window is None,
+            scale=scale,
+            enable_gqa=heads != kv_heads,
+        )
+    return out.transpose(1, 2).reshape(group.count * length, heads, -1)
 
 
 def register_attention() -> None:

@@ -50,6 +50,7 @@ class EngineConfig:
         value_head_init: start of a value head that `model_name` does not hold; `normal` draws from N(0, 0.02).
         temperature: the LM head's logits are divided by it, as the sampler's are.
         reference: also hold a frozen copy of the weights of `model_name`.
+        torch_compile: compile norms and MLPs, see `compiled_parts`.
         microbatch_tokens: token budget of a forward pass.
         inference_microbatch_tokens: that of a pass without gradients; None takes the other.
         seed: of dropout and of a drawn value head.
@@ -69,6 +70,7 @@ class EngineConfig:
     data_parallel: Literal["auto", "replicate", "shard"] = "auto"
     max_grad_norm: float | None = 1.0
     activation_checkpointing: bool = False
+    torch_compile: bool = False
     microbatch_tokens: int = 4096
     inference_microbatch_tokens: int | None = None
     seed: int = 42

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from nemo_rl.algorithms.loss.interfaces import (
     LossFunction,
@@ -26,11 +27,12 @@ from nemo_rl.algorithms.loss.interfaces import (
 from nemo_rl.models.engine.build import BuiltModel, build_model, build_reference
 from nemo_rl.models.engine.config import DATA, EngineConfig
 from nemo_rl.models.engine.gradients import scale_and_clip, sum_over_data_ranks, sync_in_backward
-from nemo_rl.models.engine.heads import Head, LMHead, ValueHead
+from nemo_rl.models.engine.heads import HEAD, Head, LMHead, ValueHead, watch_projection
 from nemo_rl.models.engine.mesh import Mesh
 from nemo_rl.models.engine.microbatch import SHAPE_MULTIPLE, Pack, build_pack, filler_pack, plan_packs
 from nemo_rl.models.engine.optimizer import build_optimizer, build_schedule
 from nemo_rl.models.engine.precision import compiles_per_shape
+from nemo_rl.utils.phases import phase
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +100,7 @@ class Engine:
         self.microbatch_tokens = config.microbatch_tokens
         self.inference_microbatch_tokens = config.inference_microbatch_tokens or config.microbatch_tokens
         self._step: _OpenStep | None = None
+        self._head_watch: list[RemovableHandle] = []
 
     @property
     def num_parameters(self) -> int:
@@ -136,7 +139,8 @@ class Engine:
         step.valid_tokens += float(trained_token_mask(rows).double().sum())
         for pack in self._packs(rows, step.microbatch_tokens):
             loss, metrics = self._loss(step.loss_fn, rows, pack)
-            loss.backward()
+            with phase("backward", opaque=True):
+                loss.backward()
             if not pack.is_filler:
                 step.loss += loss.item()
                 step.records.append(metrics)
@@ -160,18 +164,22 @@ class Engine:
         if count == 0:
             skipped = "no_trained_token"
         else:
-            self._reduce_gradients()
-            sharded_over = self.mesh.data_group if self.model.sharded else None
-            grad_norm = scale_and_clip(self.model.trainable, 1.0 / count, self.config.max_grad_norm, sharded_over)
+            with phase("gradient reduction", opaque=True):
+                self._reduce_gradients()
+            with phase("clip"):
+                sharded_over = self.mesh.data_group if self.model.sharded else None
+                grad_norm = scale_and_clip(self.model.trainable, 1.0 / count, self.config.max_grad_norm, sharded_over)
             if math.isfinite(grad_norm):
-                optimizer.step()
-                self.model.publish()
-                schedule.step()
+                with phase("optimizer"):
+                    optimizer.step()
+                    self.model.publish()
+                    schedule.step()
             else:
                 skipped = "non_finite_gradient"
         if skipped:
             log.warning("step skipped: %s", skipped.replace("_", " "))
-        optimizer.zero_grad()
+        with phase("optimizer"):
+            optimizer.zero_grad()
         self.num_steps += 1
         self._step = None
         scales = {
@@ -204,11 +212,12 @@ class Engine:
         self._check_loss(loss_fn)
         self.model.module.eval()
         loss_sum = 0.0
-        for pack in self._packs(rows, self.microbatch_tokens):
-            loss, _ = self._loss(loss_fn, rows, pack)
-            if not pack.is_filler:
-                loss_sum += loss.item()
-        self.model.reshard()
+        with phase("validation", opaque=True):
+            for pack in self._packs(rows, self.microbatch_tokens):
+                loss, _ = self._loss(loss_fn, rows, pack)
+                if not pack.is_filler:
+                    loss_sum += loss.item()
+            self.model.reshard()
         return {
             "loss_sum": loss_sum,
             "valid_tokens": float(trained_token_mask(rows).double().sum()),
@@ -271,6 +280,18 @@ class Engine:
             raise RuntimeError("this model has no value head")
         return self._head_outputs(self.model, rows, microbatch_tokens, None)
 
+    # -- where the time goes ------------------------------------------------------------------------------------------
+
+    def watch_head(self) -> None:
+        """Phases tell the vocabulary projection from the layers, until `unwatch_head`."""
+        self.unwatch_head()
+        self._head_watch = watch_projection(self.model.module)
+
+    def unwatch_head(self) -> None:
+        """Undoes `watch_head`; a no-op without one."""
+        while self._head_watch:
+            self._head_watch.pop().remove()
+
     # -- shared -------------------------------------------------------------------------------------------------------
 
     def _check_loss(self, loss_fn: LossFunction) -> None:
@@ -292,11 +313,12 @@ class Engine:
         wanted = (columns[None, :] > 0) & (columns[None, :] < rows["input_lengths"][:, None])
         if targets is not None:
             wanted &= targets != 0
-        for pack in self._packs(rows, microbatch_tokens or self.inference_microbatch_tokens, wanted):
-            values = self._head_output(pack, model)
-            if not pack.is_filler:
-                out[pack.rows.cpu()] = pack.to_rows(values, width).cpu()
-        model.reshard()
+        with phase("inference", opaque=True):
+            for pack in self._packs(rows, microbatch_tokens or self.inference_microbatch_tokens, wanted):
+                values = self._head_output(pack, model)
+                if not pack.is_filler:
+                    out[pack.rows.cpu()] = pack.to_rows(values, width).cpu()
+            model.reshard()
         return out
 
     def _require_step(self) -> _OpenStep:
@@ -319,7 +341,8 @@ class Engine:
         lengths = rows["input_lengths"].tolist()
         groups = plan_packs([lengths[i] for i in active], budget)
         multiple = SHAPE_MULTIPLE if compiles_per_shape(self.mesh.device, self.model.compute_dtype) else 1
-        packs = [build_pack(rows, [active[i] for i in group], target_mask, multiple) for group in groups]
+        with phase("packing"):
+            packs = [build_pack(rows, [active[i] for i in group], target_mask, multiple) for group in groups]
         if self.model.sharded:
             most = torch.tensor([len(packs)])
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.mesh.data_group)
@@ -340,10 +363,11 @@ class Engine:
             for key, value in rows.items()
             if isinstance(value, Tensor) and value.size(0) == rows["input_ids"].size(0)
         }
-        by_column = pack.to_rows(values, width)
-        if loss_fn.input_type is LossInputType.LOGIT:
-            return loss_fn(data, 1.0, 1.0, logits=by_column)
-        return loss_fn(data, 1.0, 1.0, next_token_logprobs=by_column[:, 1:])
+        with phase(HEAD):
+            by_column = pack.to_rows(values, width)
+            if loss_fn.input_type is LossInputType.LOGIT:
+                return loss_fn(data, 1.0, 1.0, logits=by_column)
+            return loss_fn(data, 1.0, 1.0, next_token_logprobs=by_column[:, 1:])
 
     def _reduce_gradients(self) -> None:
         if self.model.sharded:

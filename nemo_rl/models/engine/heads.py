@@ -1,18 +1,26 @@
 """What a model says about a pack. A role is a head plus a loss; everything else is shared."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from nemo_rl.algorithms.loss.interfaces import LossInputType
 from nemo_rl.models.engine.microbatch import Pack
+from nemo_rl.utils.phases import phase
 
 # Rows of logits that are turned into log-probabilities at once: bounds the float32 copy at this many rows of the
 # vocabulary.
 _LOGIT_ROWS = 2048
+
+
+LAYERS, HEAD = "forward layers", "head and loss"
+"""Phases of a forward pass beside its attention; the layers' includes embeddings and norms."""
 
 
 class Head(Protocol):
@@ -45,18 +53,20 @@ class LMHead:
     input_type = LossInputType.LOGPROB
 
     def __call__(self, model: nn.Module, pack: Pack) -> Tensor:
-        logits = model(
-            input_ids=pack.input_ids,
-            position_ids=pack.position_ids,
-            use_cache=False,
-            logits_to_keep=pack.head_positions,
-            documents=pack.documents,
-        ).logits[0, : len(pack.targets)]
-        parts = [
-            -F.cross_entropy(self._scaled(rows.float()), targets, reduction="none")
-            for rows, targets in zip(logits.split(_LOGIT_ROWS), pack.targets.split(_LOGIT_ROWS), strict=True)
-        ]
-        return torch.cat(parts)
+        with phase(LAYERS):
+            logits = model(
+                input_ids=pack.input_ids,
+                position_ids=pack.position_ids,
+                use_cache=False,
+                logits_to_keep=pack.head_positions,
+                documents=pack.documents,
+            ).logits[0, : len(pack.targets)]
+        with phase(HEAD):
+            parts = [
+                -F.cross_entropy(self._scaled(rows.float()), targets, reduction="none")
+                for rows, targets in zip(logits.split(_LOGIT_ROWS), pack.targets.split(_LOGIT_ROWS), strict=True)
+            ]
+            return torch.cat(parts)
 
     def _scaled(self, logits: Tensor) -> Tensor:
         return logits if self.temperature == 1.0 else logits / self.temperature
@@ -73,10 +83,23 @@ class ValueHead:
     input_type = LossInputType.LOGIT
 
     def __call__(self, model: nn.Module, pack: Pack) -> Tensor:
-        values = model(
-            input_ids=pack.input_ids,
-            position_ids=pack.position_ids,
-            head_positions=pack.head_positions,
-            documents=pack.documents,
-        )
+        with phase(LAYERS):
+            values = model(
+                input_ids=pack.input_ids,
+                position_ids=pack.position_ids,
+                head_positions=pack.head_positions,
+                documents=pack.documents,
+            )
         return values[: len(pack.targets)]
+
+
+def watch_projection(model: nn.Module) -> list[RemovableHandle]:
+    """Counts the vocabulary projection, inside a model's forward, as `HEAD` until the handles are removed."""
+    projection = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if projection is None:
+        return []
+    inside = ExitStack()
+    return [
+        projection.register_forward_pre_hook(lambda *_: inside.enter_context(phase(HEAD))),
+        projection.register_forward_hook(lambda *_: inside.close(), always_call=True),
+    ]

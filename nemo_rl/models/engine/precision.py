@@ -10,6 +10,13 @@ _PRECISIONS = {
 }
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware multiplies in bfloat16; where it does not, that is slower than float32 by far."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     """The dtype of matmuls for `policy.precision`.
 
@@ -19,11 +26,7 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
         ValueError: unknown name.
     """
     if precision == "auto":
-        if device.type == "cuda":
-            fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return torch.bfloat16 if fast else torch.float32
+        return torch.bfloat16 if has_bfloat16(device) else torch.float32
     if precision not in _PRECISIONS:
         raise ValueError(f"policy.precision is {precision!r}; use auto, bfloat16 or float32")
     return _PRECISIONS[precision]

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.engine.config import ValueHeadInit
 from nemo_rl.utils.errors import UserError
+from nemo_rl.utils.phases import phase
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 """Beside the weights of an exported critic: `weight [1, hidden]` and `bias [1]`."""
@@ -39,8 +40,9 @@ class ValueModel(nn.Module):
         The head multiplies in float32 whatever the decoder computes in: bfloat16 would keep two digits of a value.
         """
         states = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options)
-        wanted = states.last_hidden_state[0, head_positions].float()
-        return F.linear(wanted, self.value_head.weight.float(), self.value_head.bias.float()).squeeze(-1)
+        with phase("head and loss"):
+            wanted = states.last_hidden_state[0, head_positions].float()
+            return F.linear(wanted, self.value_head.weight.float(), self.value_head.bias.float()).squeeze(-1)
 
     @property
     def config(self) -> PretrainedConfig:
