@@ -127,17 +127,26 @@ def onehop_metrics(command: str, config: str, folder: Path) -> list[dict[str, fl
     return [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
 
 
-def onehop_sft(workload: Path, workers: int, precision: str) -> float:
-    """Tokens/s of `onehop sft` over the steps after the warm-up: tokens of the rows over whole step times."""
+def onehop_sft(workload: Path, workers: int, precision: str) -> dict[str, float]:
+    """`onehop sft` over the steps after the warm-up.
+
+    `tokens/s`: tokens of the rows over whole step times; `engine busy`: part of the time in which the engine trained;
+    `load and commit`: part of the time in which the controller waited for rows, or for the loader to commit them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         lines = onehop_metrics("sft", sft_config(workload, workers, precision), Path(folder))
     timed = [line for line in lines if line["step"] > WARM_UP]
-    return sum(line["tokens"] for line in timed) / sum(line["total_step_time"] for line in timed)
+    seconds = sum(line["total_step_time"] for line in timed)
+    return {
+        "tokens/s": sum(line["tokens"] for line in timed) / seconds,
+        "engine busy": statistics.median(line["engine_busy"] for line in timed),
+        "load and commit": 1 - sum(line["policy_time"] for line in timed) / seconds,
+    }
 
 
-def onehop_rl(workload: Path, algorithm: str, precision: str) -> float:
-    """Samples/s of `onehop ppo` over the steps after the warm-up."""
+def onehop_rl(workload: Path, algorithm: str, precision: str) -> dict[str, float]:
+    """`samples/s` of `onehop ppo` over the steps after the warm-up."""
     with tempfile.TemporaryDirectory() as folder:
         lines = onehop_metrics("ppo", rl_config(workload, algorithm, precision), Path(folder))
     timed = [line["total_step_time"] for line in lines if line["step"] > RL_WARM_UP]
-    return SAMPLES / statistics.fmean(timed)
+    return {"samples/s": SAMPLES / statistics.fmean(timed)}

@@ -33,30 +33,34 @@ RATIOS = {
     "two workers / bare two ranks": ("onehop x2", "bare x2", 0.9, None),
     "PPO with a critic / bare loop": ("onehop ppo", "bare ppo", 0.85, 0.85),
     "GRPO / TRL": ("onehop grpo", "trl grpo", 1.1, 1.1),
+    "engine packed / padded": ("packed", "padded", 2.0, 2.0),
 }
-UNITS = {"ppo": "samples/s", "grpo": "samples/s"}
 NAMES = {"bf16": "bfloat16", "fp32": "float32"}
-Program = Callable[[], float]
+TOKENS, SAMPLES = "tokens/s", "samples/s"
+# Figures by what they count; the first is the one that ratios compare.
+Program = Callable[[], dict[str, float]]
 
 
 def programs_of(workload: Path, precision: str) -> dict[str, Program]:
     """The programs in one precision, in the order in which they run."""
 
-    def script(name: str, figure: str, *words: str) -> Program:
-        command = [sys.executable, str(YARDSTICKS / name), str(workload), "--dtype", precision, *words]
-        return lambda: last_json(command)[figure]
+    def script(name: Path, key: str, unit: str, *words: str) -> Program:
+        command = [sys.executable, str(name), str(workload), "--dtype", precision, *words]
+        return lambda: {unit: last_json(command)[key]}
 
     ours = NAMES[precision]
     programs = {
-        "bare": script("bare_sft.py", "tokens_per_s"),
+        "bare": script(YARDSTICKS / "bare_sft.py", "tokens_per_s", TOKENS),
         "onehop": lambda: onehop_sft(workload, 1, ours),
-        "trl": script("trl_sft.py", "tokens_per_s"),
-        "bare x2": script("bare_sft_dp2.py", "two_tokens_per_s"),
+        "trl": script(YARDSTICKS / "trl_sft.py", "tokens_per_s", TOKENS),
+        "bare x2": script(YARDSTICKS / "bare_sft_dp2.py", "two_tokens_per_s", TOKENS),
         "onehop x2": lambda: onehop_sft(workload, 2, ours),
-        "bare ppo": script("bare_ppo.py", "samples_per_s"),
+        "bare ppo": script(YARDSTICKS / "bare_ppo.py", "samples_per_s", SAMPLES),
         "onehop ppo": lambda: onehop_rl(workload, "ppo", ours),
-        "trl grpo": script("trl_grpo.py", "samples_per_s"),
+        "trl grpo": script(YARDSTICKS / "trl_grpo.py", "samples_per_s", SAMPLES),
         "onehop grpo": lambda: onehop_rl(workload, "grpo", ours),
+        "packed": script(HERE / "packing.py", "tokens_per_s", TOKENS),
+        "padded": script(HERE / "packing.py", "tokens_per_s", TOKENS, "--padded"),
     }
     return {f"{name} {precision}": program for name, program in programs.items()}
 
@@ -75,24 +79,27 @@ def measure(workload: Path, rounds: int, only: list[str]) -> dict[str, list[floa
     figures: dict[str, list[float]] = {}
     for turn in range(rounds):
         for name, program in programs.items():
-            if not only or name in only:
-                figures.setdefault(name, []).append(program())
-                print(f"round {turn + 1}: {name:16} {figures[name][-1]:10,.1f} {unit(name)}", flush=True)
+            if only and name not in only:
+                continue
+            for number, (unit, value) in enumerate(program().items()):
+                key = f"{name}, {unit}" if number else name
+                figures.setdefault(key, []).append(value)
+                print(f"round {turn + 1}: {key:32} {shown(value)}{'' if number else f' {unit}'}", flush=True)
     return figures
 
 
+def shown(value: float) -> str:
+    """A figure for people: shares with three digits behind the point."""
+    return f"{value:.3f}" if value < 1 else f"{value:,.1f}"
+
+
 def has_bf16() -> bool:
-    """Whether `precision: auto` is bfloat16 on this machine's CPU."""
+    """Whether this machine's CPU multiplies in bfloat16, so that `precision: auto` is that."""
     import torch
 
-    from nemo_rl.models.engine.precision import compute_dtype
+    from nemo_rl.models.engine.precision import has_bfloat16
 
-    return compute_dtype("auto", torch.device("cpu")) is torch.bfloat16
-
-
-def unit(name: str) -> str:
-    """What the figure of a program counts."""
-    return next((unit for word, unit in UNITS.items() if word in name.split()), "tokens/s")
+    return has_bfloat16(torch.device("cpu"))
 
 
 def cpu_name() -> str:
@@ -127,16 +134,21 @@ def report(figures: dict[str, list[float]]) -> dict[str, object]:
         for label, (ours, theirs, *_) in RATIOS.items()
         if {f"{ours} {precision}", f"{theirs} {precision}"} <= medians.keys()
     }
-    rounded = {name: [round(value, 1) for value in values] for name, values in figures.items()}
+    rounded = {name: [round(value, 1 if value >= 1 else 4) for value in values] for name, values in figures.items()}
     return environment() | {"ratios": ratios, "figures": rounded}
 
 
 def table(result: dict) -> str:
     where = f"{result['machine']}, torch {result['torch']}, commit {result['commit']}, {result['date']}"
-    lines = [f"# SFT, PPO and GRPO on {where}", "", "Made by `make bench`; medians over the rounds of one run.", ""]
-    lines += ["| program | figure | rounds | |", "|---|---|---|---|"]
+    lines = [
+        f"# SFT, PPO and GRPO on {where}",
+        "",
+        "Made by `make bench`; medians over the rounds of one run. SFT in tokens/s, PPO and GRPO in samples/s.",
+        "",
+    ]
+    lines += ["| program | median | rounds |", "|---|---|---|"]
     lines += [
-        f"| {name} | {statistics.median(values):,.1f} | {', '.join(f'{v:,.1f}' for v in values)} | {unit(name)} |"
+        f"| {name} | {shown(statistics.median(values))} | {', '.join(map(shown, values))} |"
         for name, values in result["figures"].items()
     ]
     lines += ["", "| ratio | measured | wanted |", "|---|---|---|"]

@@ -1,6 +1,6 @@
 """The PPO demo: fine-tune a tiny model on sums, stop it early, and let PPO with a critic improve it by its own samples.
 
-    python examples/demo_ppo.py [--seed 0] [--steps 40]
+    python examples/demo_ppo.py [--seed 0] [--steps 60]
 
 Everything it writes lies under runs/demo/ppo; nothing is downloaded. `make demo` runs it after the SFT demo.
 """
@@ -73,7 +73,7 @@ def last_answers(path: Path, count: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=40, help="steps of PPO")
+    parser.add_argument("--steps", type=int, default=60, help="steps of PPO")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the PPO run")
     words = parser.parse_args()
     shutil.rmtree(RUN, ignore_errors=True)

@@ -116,7 +116,10 @@ def run_facts(config: MasterConfig, inputs: SFTInputs) -> dict[str, str]:
     workers = config.cluster.gpus_per_node * config.cluster.num_nodes
     facts["workers"] = f"{workers} on {config.cluster.num_nodes} node(s): {plan.logical_world_size} replica(s)"
     facts["data shards"] = str(shards)
-    facts["rows"] = f"up to {policy.max_total_sequence_length:,} tokens; {policy.microbatch_tokens():,} tokens at once"
+    at_once = (
+        "as many as prove fastest" if policy.train_mb_tokens == "auto" else f"{policy.microbatch_tokens():,} tokens"
+    )
+    facts["rows"] = f"up to {policy.max_total_sequence_length:,} tokens; {at_once} at once"
     facts["logs"] = config.logger.log_dir
     return facts | _checkpoint_facts(config.checkpointing)
 

@@ -188,8 +188,9 @@ class ModelConfig(ConfigModel):
     """Rows of an optimizer step, over all workers."""
     train_micro_batch_size: int = Field(default=1, ge=1)
     """With `max_total_sequence_length`, the token budget of a forward pass, unless a budget is given."""
-    train_mb_tokens: int | None = Field(default=None, ge=1)
-    """Token budget of a forward pass in training; the first choice of all."""
+    train_mb_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Token budget of a forward pass in training; the first choice of all. `auto` finds it by trying at the start, in
+    some seconds; losses do not depend on it beyond rounding."""
     logprob_batch_size: int | None = Field(default=None, ge=1)
     """Like `train_micro_batch_size`, for passes without gradients; null takes the token budget of training."""
     max_total_sequence_length: int = Field(ge=2)
@@ -249,6 +250,7 @@ class ModelConfig(ConfigModel):
     def microbatch_tokens(self, micro_batch_size: int | None = None, *, training: bool = True) -> int:
         """Token budget of a forward pass: `train_mb_tokens`, else an enabled block's, else rows times their length.
 
+        With `train_mb_tokens: auto` it is the least that is tried: one row of the greatest length.
         Without gradients it is an enabled block's `logprob_mb_tokens`, else that of `logprob_batch_size` rows, else the
         budget of training.
         """
@@ -261,12 +263,19 @@ class ModelConfig(ConfigModel):
                     return block.logprob_mb_tokens
             if self.logprob_batch_size is not None:
                 return self.logprob_batch_size * self.max_total_sequence_length
+        if self.train_mb_tokens == "auto":
+            return self.max_total_sequence_length
         if self.train_mb_tokens is not None:
             return self.train_mb_tokens
         for block in enabled:
             if block.train_mb_tokens is not None:
                 return block.train_mb_tokens
         return self.train_micro_batch_size * self.max_total_sequence_length
+
+    def _inference_tokens(self) -> int | None:
+        """The budget without gradients; None where it follows one that is found by trying."""
+        tokens = self.microbatch_tokens(training=False)
+        return None if self.train_mb_tokens == "auto" and tokens == self.microbatch_tokens() else tokens
 
     def optimizer_spec(self) -> OptimizerSpec:
         """The optimizer of the enabled Megatron block, else `optimizer`.
@@ -330,7 +339,8 @@ class ModelConfig(ConfigModel):
             or (dtensor is not None and dtensor.activation_checkpointing),
             torch_compile=self.torch_compile,
             microbatch_tokens=self.microbatch_tokens(),
-            inference_microbatch_tokens=self.microbatch_tokens(training=False),
+            measure_microbatch_tokens=self.train_mb_tokens == "auto",
+            inference_microbatch_tokens=self._inference_tokens(),
             temperature=temperature,
             seed=seed,
             section=self.section,

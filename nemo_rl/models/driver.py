@@ -116,9 +116,10 @@ class ModelDriver:
             )[0]
             info = self.model_info
             log.info(
-                "%s: %.1f M parameters, %s compute on %s (%s.precision: %s), weights %s over %d replicas",
+                "%s: %.1f M parameters, %s compute on %s (%s.precision: %s), passes of %d tokens, weights %s over %d "
+                "replica(s)",
                 section, info["num_parameters"] / 1e6, info["compute_dtype"], info["device"], section, config.precision,
-                "sharded" if info["sharded"] else "replicated", self.data_parallel_size,
+                info["microbatch_tokens"], "sharded" if info["sharded"] else "replicated", self.data_parallel_size,
             )  # fmt: skip
             if info["emulated"]:
                 log.warning(

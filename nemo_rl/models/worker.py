@@ -55,8 +55,8 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
         """Builds mesh and engine and, with `weights_path`, continues from a checkpoint.
 
         Returns:
-            `num_parameters`, `compute_dtype` (name), `sharded`, `device` (type), `emulated` (compute without hardware
-            for that dtype).
+            `num_parameters`, `compute_dtype` (name), `sharded`, `device` (type),
+            `microbatch_tokens`, `emulated` (compute without hardware for that dtype).
 
         Raises:
             UserError: the model or the checkpoint can't be loaded.
@@ -74,6 +74,7 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
             "compute_dtype": str(self._engine.model.compute_dtype).removeprefix("torch."),
             "sharded": self._engine.model.sharded,
             "device": self.device.type,
+            "microbatch_tokens": self._engine.microbatch_tokens,
             "emulated": self._engine.model.compute_dtype == torch.bfloat16 and not has_bfloat16(self.device),
         }
 

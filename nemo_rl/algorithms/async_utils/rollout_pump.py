@@ -28,7 +28,9 @@ Call = Callable[..., Awaitable[Any]]
 WAITING_FILE = "waiting.json"
 ROWS_FOLDER = "rows"
 _POLL_S = 0.005
-_COLLECT_S = 0.5
+# How long a worker waits for finished samples in one call. It serves one call at a time: where rollouts run ahead, the
+# next orders and the new weights must not stand behind a long one.
+_COLLECT_S, _COLLECT_AHEAD_S = 0.5, 0.05
 
 
 class RolloutPump:
@@ -68,6 +70,7 @@ class RolloutPump:
         self.buffer = TQReplayBuffer(partition_id, drop_rows, capacity=0)
         self._sampler = build_sampler(rl.sampler, self.buffer)
         needed = self._sampler.required_buffer_capacity(self._groups_per_step)
+        self._collect_s = _COLLECT_AHEAD_S if needed > self._groups_per_step else _COLLECT_S
         self.buffer.capacity = rl.max_buffered_rollouts or needed
         self._sampler.set_dispatch_index(state.ordered_steps)
         self._max_inflight = rl.max_inflight_prompts or self.buffer.capacity
@@ -247,7 +250,7 @@ class RolloutPump:
                 "collecting samples",
                 max_groups=len(orders),
                 min_groups=min(len(orders), self._groups_per_collect),
-                timeout_s=_COLLECT_S,
+                timeout_s=self._collect_s,
             )
             for result in results:
                 self._receive(orders.pop(result.group_id), result)

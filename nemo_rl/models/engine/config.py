@@ -52,6 +52,7 @@ class EngineConfig:
         reference: also hold a frozen copy of the weights of `model_name`.
         torch_compile: compile norms and MLPs, see `compiled_parts`.
         microbatch_tokens: token budget of a forward pass.
+        measure_microbatch_tokens: find the budget by trying, from `microbatch_tokens` on.
         inference_microbatch_tokens: that of a pass without gradients; None takes the other.
         seed: of dropout and of a drawn value head.
         section: of the config, for messages: `policy` or `value`.
@@ -72,6 +73,7 @@ class EngineConfig:
     activation_checkpointing: bool = False
     torch_compile: bool = False
     microbatch_tokens: int = 4096
+    measure_microbatch_tokens: bool = False
     inference_microbatch_tokens: int | None = None
     seed: int = 42
     section: str = "policy"

@@ -31,6 +31,7 @@ from nemo_rl.models.engine.heads import HEAD, Head, LMHead, ValueHead, watch_pro
 from nemo_rl.models.engine.mesh import Mesh
 from nemo_rl.models.engine.microbatch import SHAPE_MULTIPLE, Pack, build_pack, filler_pack, plan_packs
 from nemo_rl.models.engine.optimizer import build_optimizer, build_schedule
+from nemo_rl.models.engine.pass_size import measured_pass_tokens
 from nemo_rl.models.engine.precision import compiles_per_shape
 from nemo_rl.utils.phases import phase
 
@@ -101,6 +102,8 @@ class Engine:
         self.inference_microbatch_tokens = config.inference_microbatch_tokens or config.microbatch_tokens
         self._step: _OpenStep | None = None
         self._head_watch: list[RemovableHandle] = []
+        if config.measure_microbatch_tokens and self.optimizer is not None:
+            self._measure_microbatch_tokens()
 
     @property
     def num_parameters(self) -> int:
@@ -293,6 +296,19 @@ class Engine:
             self._head_watch.pop().remove()
 
     # -- shared -------------------------------------------------------------------------------------------------------
+
+    def _measure_microbatch_tokens(self) -> None:
+        assert self.optimizer is not None
+        self.model.module.train()
+        sync_in_backward(self.model.module, False)
+        self.microbatch_tokens = measured_pass_tokens(
+            self._head_output,
+            longest_row=self.config.microbatch_tokens,
+            data_group=self.mesh.data_group if self.mesh.size(DATA) > 1 else None,
+        )
+        self.inference_microbatch_tokens = self.config.inference_microbatch_tokens or self.microbatch_tokens
+        self.optimizer.zero_grad()
+        self.model.reshard()
 
     def _check_loss(self, loss_fn: LossFunction) -> None:
         if loss_fn.input_type is not self.head.input_type:
