@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.models.engine.engine import StepResult
 from nemo_rl.models.worker import ModelWorker
 
 PHASES = ("logprobs", "values", "critic", "forward", "optimizer", "save", "hand_over")
@@ -46,10 +47,10 @@ class KillingWorker(ModelWorker):
         self._strike("critic" if self.engine_config.head == "value" else "forward", per_step=2)
         super().train_microbatch(data)
 
-    def finish_train_step(self) -> dict[str, Any]:
+    def _finish_step(self) -> StepResult:
         if self.engine_config.head == "lm":
             self._strike("optimizer", per_step=2)
-        return super().finish_train_step()
+        return super()._finish_step()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(*args, **kwargs)

@@ -214,13 +214,13 @@ class SingleControllerActor:
                 if self._value is not None:
                     await self._critic_chunk(outcome.meta, is_first=not chunks)
                 chunks.append(outcome.meta)
+            step_rows = chunks[0].concat(*chunks[1:])
             if self._value is not None:
-                metrics |= await self._finish_critic(chunks)
-            metrics |= await self._train_policy(chunks)
+                metrics |= await self._finish_critic(step_rows)
+            metrics |= await self._train_policy(step_rows)
         except BaseException:
             await asyncio.shield(self._abort())
             raise
-        step_rows = chunks[0].concat(*chunks[1:])
         metrics |= rollout_metrics(step_rows, self._version) | self._pump.take_metrics()
         await self._drop_rows(step_rows.sample_ids)
         left = await self._call(self._trainer.dp_client.list_sample_ids, self._args.partition_id)
@@ -289,21 +289,18 @@ class SingleControllerActor:
                 await self._call(self._value.begin_train_step, self._args.value_loss_fn)
             await self._call(self._value.train_microbatches_from_meta, meta)
 
-    async def _finish_critic(self, chunks: list[KVBatchMeta]) -> dict[str, Any]:
+    async def _finish_critic(self, step_rows: KVBatchMeta) -> dict[str, Any]:
         """Ends the critic's first epoch and runs the others; the metrics of the last one."""
         assert self._value is not None and isinstance(self._algorithm, PPOConfig)
         with self._timed("value_training"):
             results = await self._call(self._value.finish_train_step)
             for _ in range(self._algorithm.critic_epochs - 1):
-                await self._call(self._value.begin_train_step, self._args.value_loss_fn)
-                for chunk in chunks:
-                    await self._call(self._value.train_microbatches_from_meta, chunk)
-                results = await self._call(self._value.finish_train_step)
+                results = await self._call(self._value.train_step_from_meta, step_rows, self._args.value_loss_fn)
         if results["skipped"] is not None:
             self._count_skipped(f"critic_{results['skipped']}")
         return _compute_critic_metrics(results)
 
-    async def _train_policy(self, chunks: list[KVBatchMeta]) -> dict[str, Any]:
+    async def _train_policy(self, step_rows: KVBatchMeta) -> dict[str, Any]:
         """The policy's epochs over the step; the metrics of the last one. `{}` while the critic warms up."""
         algorithm, epochs = self._algorithm, 0
         if not isinstance(algorithm, PPOConfig):
@@ -320,10 +317,9 @@ class SingleControllerActor:
         metrics: dict[str, Any] = {}
         with self._timed("policy_training"):
             for _ in range(epochs):
-                await self._call(self._trainer.begin_train_step, self._args.loss_fn)
-                for chunk in chunks:
-                    await self._call(self._trainer.train_microbatches_from_meta, chunk, train_fields=fields)
-                results = await self._call(self._trainer.finish_train_step)
+                results = await self._call(
+                    self._trainer.train_step_from_meta, step_rows, self._args.loss_fn, train_fields=fields
+                )
                 self._count_update(results["skipped"])
                 metrics = train_metrics(results, self._args.loss_fn.metric_normalizations)
         return metrics

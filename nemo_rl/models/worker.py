@@ -41,6 +41,7 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
 
     _busy_s = 0.0
     _finished_at: float | None = None
+    _engine_busy: float | None = None
 
     def __init__(self, engine_config: EngineConfig, row_tokens: int, tokenizer: PreTrainedTokenizerBase):
         super().__init__()
@@ -130,17 +131,8 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
         return engine.microbatch_tokens
 
     def finish_train_step(self) -> dict[str, Any]:
-        """Updates the weights and closes the step; see `_train_result`.
-
-        From the second step on with `engine_busy`: the part of the time since the step before in which the engine
-        trained. The rest is loading, calls on their way, and whatever else the worker or the controller did.
-        """
-        with self._busy():
-            step = self.engine.finish_step()
-        now, since, busy = time.perf_counter(), self._finished_at, self._busy_s
-        self._finished_at, self._busy_s = now, 0.0
-        result = self._train_result([step])
-        return result if since is None else result | {"engine_busy": busy / (now - since)}
+        """Updates the weights and closes the step; see `_train_result`."""
+        return self._train_result([self._finish_step()])
 
     def abort_train_step(self) -> None:
         """Discards the open step, if there is one."""
@@ -171,9 +163,9 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
             if eval_mode:
                 steps.append(self.engine.evaluation_step(loss_fn, rows))
                 continue
-            self.engine.begin_step(loss_fn, self._budget(mbs))
-            self.engine.microbatch(rows)
-            steps.append(self.engine.finish_step())
+            self.begin_train_step(loss_fn, mbs=mbs)
+            self.train_microbatch(rows)
+            steps.append(self._finish_step())
         return self._train_result(steps)
 
     def eval_microbatch(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
@@ -230,6 +222,15 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
     def _get_replica_group(self) -> dist.ProcessGroup | None:
         return self.mesh.replica_group
 
+    def _finish_step(self) -> StepResult:
+        """Closes the step, and with it the stretch of time over which `engine_busy` is taken."""
+        with self._busy():
+            step = self.engine.finish_step()
+        now, since = time.perf_counter(), self._finished_at
+        self._engine_busy = None if since is None else self._busy_s / (now - since)
+        self._finished_at, self._busy_s = now, 0.0
+        return step
+
     @contextmanager
     def _busy(self) -> Generator[None, None, None]:
         started = time.perf_counter()
@@ -257,7 +258,9 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
 
         `global_loss`: one float per step, the same on all ranks; `grad_norm`: of the last step; `all_mb_metrics`: this
         rank's metrics by name, one entry per forward pass, with `lr`, `wd`, `global_valid_seqs`, `global_valid_toks`;
-        `skipped`: why the last step changed nothing, or None; `rank`.
+        `skipped`: why the last step changed nothing, or None; `rank`; from the second step on `engine_busy`: the part
+        of the time since the step before in which the engine trained. The rest is loading, calls on their way, and
+        whatever else worker and controller did.
         """
         metrics: dict[str, list[float]] = {}
         for step in steps:
@@ -271,7 +274,8 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
                 }
                 for key, value in (record | shared).items():
                     metrics.setdefault(key, []).append(value)
-        return {
+        busy = {} if self._engine_busy is None else {"engine_busy": self._engine_busy}
+        return busy | {
             "global_loss": [step.loss for step in steps],
             "grad_norm": steps[-1].grad_norm,
             "all_mb_metrics": metrics,
