@@ -221,7 +221,8 @@ def missing_key(rng: random.Random) -> Mutation | None:
 
 
 def wrong_choice(rng: random.Random) -> Mutation | None:
-    place = rng.choice([place for place in LEAVES if any(get_origin(one) is Literal for one in place.types)])
+    # Where a number may stand too, a text of digits is one.
+    place = rng.choice([place for place in LEAVES if all(get_origin(one) is Literal for one in place.types)])
     value = rng.choice(["best", f"{place.value}_", str(place.value)[1:], "", 0])
     return Mutation("wrong choice", with_value(place.key, value), (dotted(place.key),))
 
