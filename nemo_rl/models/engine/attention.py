@@ -17,9 +17,9 @@ from nemo_rl.utils.phases import phase
 
 ATTENTION_NAME = "per_document"
 
-# The backward of torch's fused CPU kernel takes several times that of the plain formula on short documents, and wins on
-# long ones; `python benchmarks/attention.py` shows where they cross.
-_EXPLICIT_UP_TO = 256
+# In bfloat16 the backward of torch's fused CPU kernel takes several times that of the plain formula on short documents,
+# and wins on long ones; in float32 it wins but for a few tokens. `python benchmarks/attention.py` shows where they cross.
+_EXPLICIT_UP_TO = {torch.bfloat16: 256, torch.float32: 32}
 
 # What the lengths of documents are rounded up to there, where every new shape costs a kernel.
 _LENGTH_MULTIPLE = 32
@@ -125,9 +125,10 @@ def _group_attention(
 
     q, k, v = documents(query), documents(key), documents(value)
     window = window if window is not None and length > window else None
-    short = query.device.type == "cpu" and length <= _EXPLICIT_UP_TO
+    per_shape = compiles_per_shape(query.device, query.dtype)
+    short = query.device.type == "cpu" and length <= _EXPLICIT_UP_TO.get(query.dtype, 0)
     if short or softcap is not None:
-        multiple = _LENGTH_MULTIPLE if compiles_per_shape(query.device, query.dtype) else 1
+        multiple = _LENGTH_MULTIPLE if per_shape else 1
         # Positions behind a document's end are seen by no position of it.
         q, k, v = (F.pad(x, (0, 0, 0, -length % multiple)) for x in (q, k, v))
         out = _explicit_attention(q, k, v, scale=scale, window=window, softcap=softcap, dropout=dropout)

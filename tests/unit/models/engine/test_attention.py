@@ -36,7 +36,7 @@ def reference(q, k, v, window: int | None, softcap: float | None) -> torch.Tenso
 def test_matches_each_document_alone(
     monkeypatch: pytest.MonkeyPatch, explicit_up_to: int, kv_heads: int, window: int | None, softcap: float | None
 ) -> None:
-    monkeypatch.setattr(attention, "_EXPLICIT_UP_TO", explicit_up_to)
+    monkeypatch.setattr(attention, "_EXPLICIT_UP_TO", {torch.float32: explicit_up_to})
     torch.manual_seed(0)
     q, k, v = torch.randn(4, 18, 8), torch.randn(kv_heads, 18, 8), torch.randn(kv_heads, 18, 8)
     out, _ = per_document_attention(
