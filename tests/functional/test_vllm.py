@@ -1,7 +1,6 @@
 """The vLLM backend against a plain transformers model. Skipped by name where vLLM is not installed.
 
-`make setup-vllm` makes an environment in which they run:
-`.venv-vllm/bin/python -m pytest tests/functional/test_vllm.py`.
+`make test-vllm` makes an environment in which they run, and runs them there.
 Not covered here: GPUs, the hand-over through Ray (tests/functional/test_weight_sync.py has it for `hf`).
 """
 

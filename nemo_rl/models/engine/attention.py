@@ -18,7 +18,8 @@ from nemo_rl.utils.phases import phase
 ATTENTION_NAME = "per_document"
 
 # In bfloat16 the backward of torch's fused CPU kernel takes several times that of the plain formula on short documents,
-# and wins on long ones; in float32 it wins but for a few tokens. `python benchmarks/attention.py` shows where they cross.
+# and wins on long ones; in float32 it loses by a few tokens only. `python benchmarks/attention.py` shows where they
+# cross.
 _EXPLICIT_UP_TO = {torch.bfloat16: 256, torch.float32: 32}
 
 # What the lengths of documents are rounded up to there, where every new shape costs a kernel.
