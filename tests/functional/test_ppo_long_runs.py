@@ -32,7 +32,7 @@ def resident_mb(pid: int) -> float:
 def test_memory_of_plane_and_controller_is_flat_and_no_row_stays(inputs: Inputs, tmp_path: Path) -> None:
     config = write_config(tmp_path, inputs, ppo__max_num_steps=STEPS, ppo__ppo_epochs=1, checkpointing__enabled=False)
     metrics = tmp_path / "logs" / "metrics.jsonl"
-    memory: list[dict[str, float]] = []
+    memory: dict[int, dict[str, float]] = {}
 
     def measured_at(step: int) -> bool:
         if not metrics.is_file() or len(read_lines(metrics)) < step:
@@ -42,14 +42,14 @@ def test_memory_of_plane_and_controller_is_flat_and_no_row_stays(inputs: Inputs,
             name = next((actor for actor in ACTORS if command.startswith(actor)), None)
             if name is not None:
                 found[name] = found.get(name, 0.0) + resident_mb(pid)
-        memory.append(found)
+        memory.setdefault(step, found)
         return True
 
     with CliRun("ppo", "--config", config) as run:
         for step in (SETTLED, STEPS - 5):
             run.wait_until(lambda step=step: measured_at(step), f"step {step}")
         assert run.finish() == 0, run.output
-    before, after = memory
+    before, after = memory.values()
     assert before.keys() == after.keys() == set(ACTORS)
     for name in ACTORS:
         assert after[name] - before[name] < GROWTH_MB, (name, before[name], after[name])
