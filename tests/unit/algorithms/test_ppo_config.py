@@ -56,6 +56,11 @@ def test_the_example_has_no_problem() -> None:
     assert not needs_reference(config)
 
 
+def test_the_example_without_a_critic_has_no_problem() -> None:
+    path = Path(__file__).parents[3] / "examples/configs/grpo_sums.yaml"
+    assert not is_ppo_run(read_single_controller_config(path))
+
+
 def test_defaults() -> None:
     ppo, grpo, rl = PPOConfig(), GRPOConfig(), AsyncRLConfig()
     for one in (ppo, grpo):
