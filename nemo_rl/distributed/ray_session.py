@@ -144,7 +144,7 @@ def _start_private(cluster: ClusterConfig, log_dir: Path | None, num_extra_actor
         "RAY_AUTH_TOKEN": token,
         "RAY_enable_metrics_collection": "0",
         # Ray would run workers at the lowest priority but four. Threads that meet at every operation then all wait for
-        # the one whose core another program uses, and a step takes ten times as long.
+        # the one whose core another program uses.
         "RAY_worker_niceness": "0",
     }
     before = {name: os.environ.get(name) for name in changes}

@@ -23,7 +23,8 @@ def measured_pass_tokens(
 ) -> int:
     """The least number of tokens whose double is not faster per token, in forward and backward; the same on all ranks.
 
-    Rows of 128 tokens stand for the data. Gradients are added to the parameters: the caller discards them.
+    Rows of 128 tokens, or of `longest_row` if that is less, stand for the data. Gradients are added to the parameters:
+    the caller discards them.
 
     Args:
         forward: one number per target of a pack, with a graph.
@@ -32,20 +33,19 @@ def measured_pass_tokens(
     """
     best, best_speed, tokens = max(_FIRST, longest_row), 0.0, max(_FIRST, longest_row)
     while tokens <= max(_LAST, longest_row):
-        seconds = torch.tensor(_seconds(forward, _pack(tokens)))
+        seconds = torch.tensor(_seconds(forward, _pack(tokens, min(_ROW_TOKENS, longest_row))))
         if data_group is not None:
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=data_group)
         speed = tokens / float(seconds)
         log.info("passes of %d tokens: %.0f tokens/s", tokens, speed)
-        if speed < best_speed * (1 + _GAIN):
+        if not speed > best_speed * (1 + _GAIN):  # nothing gained, or no memory even for the first
             break
         best, best_speed, tokens = tokens, speed, tokens * 2
     return best
 
 
-def _pack(tokens: int) -> Pack:
-    rows = max(1, tokens // _ROW_TOKENS)
-    width = tokens // rows
+def _pack(tokens: int, width: int) -> Pack:
+    rows = tokens // width
     batch = {"input_ids": torch.ones(rows, width, dtype=torch.int64), "input_lengths": torch.full((rows,), width)}
     targets = torch.ones(rows, width, dtype=torch.bool)
     targets[:, 0] = False

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.engine.config import ValueHeadInit
+from nemo_rl.models.engine.heads import HEAD
 from nemo_rl.utils.errors import UserError
 from nemo_rl.utils.phases import phase
 
@@ -40,7 +41,7 @@ class ValueModel(nn.Module):
         The head multiplies in float32 whatever the decoder computes in: bfloat16 would keep two digits of a value.
         """
         states = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options)
-        with phase("head and loss"):
+        with phase(HEAD):
             wanted = states.last_hidden_state[0, head_positions].float()
             return F.linear(wanted, self.value_head.weight.float(), self.value_head.bias.float()).squeeze(-1)
 

@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pass_size.time, "perf_counter", lambda: Machine.now)
 
 
-def measure(machine: Machine, longest_row: int = 100) -> int:
+def measure(machine: Machine, longest_row: int = 128) -> int:
     return measured_pass_tokens(machine, longest_row=longest_row, data_group=None)
 
 
@@ -53,6 +53,7 @@ def test_a_row_must_fit() -> None:
 
 def test_memory_ends_the_trying() -> None:
     assert measure(Machine(20e-3, 1e-7, memory=2048)) == 2048
+    assert measure(Machine(20e-3, 1e-7, memory=100)) == 512, "larger passes are not tried where the least fails"
 
 
 def test_what_was_tried_leaves_nothing_in_the_next_step(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
