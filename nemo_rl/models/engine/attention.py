@@ -92,18 +92,22 @@ def per_document_attention(
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} uses attention sinks: it can't be packed yet")
     with phase("forward attention"):
+        sizes = [group.end - group.start for group in documents]
+        sizes.append(query.size(2) - documents[-1].end)
+        # One split and not a slice per group: the gradient of a slice is a whole tensor of zeros around it.
+        parts = zip(documents, *(x[0].split(sizes, dim=1)[:-1] for x in (query, key, value)), strict=True)
         outputs = [
             _group_attention(
-                *(x[0, :, group.start : group.end] for x in (query, key, value)),
+                *part,
                 group=group,
                 scale=query.size(-1) ** -0.5 if scaling is None else scaling,
                 dropout=dropout,
                 window=sliding_window,
                 softcap=softcap,
             )
-            for group in documents
+            for group, *part in parts
         ]
-        outputs.append(outputs[0].new_zeros(query.size(2) - documents[-1].end, *outputs[0].shape[1:]))
+        outputs.append(outputs[0].new_zeros(sizes[-1], *outputs[0].shape[1:]))
         return torch.cat(outputs)[None], None
 
 
