@@ -198,7 +198,9 @@ def measure_plane(kilobytes: Sequence[int]) -> Series:
     from nemo_rl.data_plane.factory import build_data_plane_client
     from nemo_rl.data_plane.interfaces import DataPlaneConfig
     from nemo_rl.distributed.virtual_cluster import ClusterConfig, init_ray
+    from nemo_rl.distributed.worker_host import keep_freed_memory
 
+    keep_freed_memory()  # as in a worker, for both
     rows = 64
     keys = [f"k{i}" for i in range(rows)]
     series: Series = {f"{what}, {who}, ms": {} for what in ("put", "get") for who in ("adapter", "own client")}

@@ -79,6 +79,7 @@ TOKEN_ALIGNED_FIELDS: Collection[str] = frozenset(
 GLOBAL_FORWARD_PAD_SEQLEN = "global_forward_pad_seqlen"  # int, tokens: the width that all ranks pad to
 PAD_TO_MULTIPLE = "pad_to_multiple"  # int, tokens: that width is a multiple of this
 LOCAL_PARTITION_GENERATION = "local_partition_generation"  # int: which life of a partition name the rows belong to
+ROW_MOVES = "row_moves"  # [RowMove, ...]: rows that another replica computes
 MICRO_BATCH_INDICES = "micro_batch_indices"  # [[[start, end], ...], ...]: rows of each microbatch, per global batch
 MICRO_BATCH_LENGTHS = "micro_batch_lengths"  # [[tokens, ...], ...]: width of each microbatch, per global batch
 ELEM_COUNTS_PER_GB = "elem_counts_per_gb"  # [rows, ...]: rows of this rank, per global batch

@@ -20,12 +20,14 @@ from nemo_rl.data_plane.schema import (
     PREV_LOGPROBS,
     PROMPT_IDS_FOR_ADV,
     REFERENCE_POLICY_LOGPROBS,
+    ROW_MOVES,
     TOKEN_ALIGNED_FIELDS,
     VALUES,
 )
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import broadcast_batch
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES, NamedSharding
+from nemo_rl.distributed.row_exchange import exchange_rows
 from nemo_rl.utils.errors import RunError
 from nemo_rl.utils.phases import phase
 
@@ -75,8 +77,8 @@ class TQWorkerMixin:
 
     The rows of a meta are those of one replica. Its leader, the rank with coordinate 0 on every axis of
     `REPLICATED_AXES`, is the only one that touches the data plane; the siblings get the batch by broadcast. The host
-    provides the methods of `DataPlaneHost` and overrides `_local_coords`, and `_get_replica_group` where a replica has
-    more than one rank.
+    provides the methods of `DataPlaneHost` and overrides `_local_coords`, `_get_replica_group` where a replica has more
+    than one rank, and `_get_data_group` where rows change places between replicas.
     """
 
     tokenizer: Any = None
@@ -135,6 +137,10 @@ class TQWorkerMixin:
         """The ranks of this replica, leader first; None for a replica of one rank."""
         return None
 
+    def _get_data_group(self) -> dist.ProcessGroup:
+        """The ranks at this place of all replicas, in their order."""
+        raise NotImplementedError(f"{type(self).__name__} must say who its counterparts in other replicas are")
+
     def _local_coords(self) -> dict[str, int]:
         """Coordinates of this rank by axis name."""
         raise NotImplementedError(f"{type(self).__name__} must say where its rank is on the axes")
@@ -155,7 +161,8 @@ class TQWorkerMixin:
         """The columns `meta.fields` of the rows of `meta`, padded `[B, S]` to the width stamped on it.
 
         A packing plan on the meta becomes that of the batch. A meta without rows gives a batch without rows: the rank
-        has no share of the step, but its collectives have to run.
+        has no share of the step, but its collectives have to run. With moves on the meta, rows change places with other
+        replicas: then it is a collective over them.
 
         Args:
             fetch_policy: "independent" reads on this rank; "leader_broadcast" is a collective over the replica;
@@ -176,6 +183,8 @@ class TQWorkerMixin:
                 data = self._read(meta)
             else:
                 data = self._read_and_broadcast(meta, group)
+            if moves := meta.extra_info.get(ROW_MOVES):
+                data = exchange_rows(data, moves, self._get_data_group())
         for key in PACKING_KEYS:
             if key in meta.extra_info:
                 setattr(data, key, meta.extra_info[key])

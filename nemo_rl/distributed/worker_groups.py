@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import ray
-from ray import ObjectRef
+from ray import ObjectRef, cloudpickle
 from ray.actor import ActorHandle
 
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES, NamedSharding
@@ -22,7 +22,8 @@ __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup", "WorkerMet
 
 logger = logging.getLogger(__name__)
 
-_SMALL = (type(None), bool, int, float, str)
+# What is smaller travels with each call. A place in the object store costs every worker a trip to fetch it.
+_INLINE_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class RayWorkerGroup:
     def run_all_workers_single_data(
         self, method_name: str, *, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
     ) -> list[ObjectRef]:
-        """Call the workers with the same arguments, each placed once in the object store; refs in rank order.
+        """Call the workers with the same arguments, large ones placed once in the object store; refs in rank order.
 
         Args:
             run_rank_0_only_axes: workers whose coordinate on any of these axes is above 0 are not called.
@@ -186,7 +187,8 @@ class RayWorkerGroup:
         sharded, replicated = list(in_sharded_axes or []), list(replicate_on_axes or [])
         free = self._free_axes(sharded, replicated, list(output_is_replicated or []))
         shared = self._share(common_kwargs or {})
-        # A part goes to several workers when there are replicated axes, and is then placed once.
+        # A part that goes to several workers is placed once.
+        copies = len(self._metadata) > len({tuple(self._coords(m.rank)[a] for a in sharded) for m in self._metadata})
         placed: dict[tuple[str, tuple[int, ...]], Any] = {}
         futures, called, returning = [], [], []
         for metadata in self._metadata:
@@ -200,7 +202,7 @@ class RayWorkerGroup:
                 for name, nested in kwargs.items():
                     if (name, index) not in placed:
                         part = _nested_item(nested, index)
-                        placed[name, index] = self._share({name: part})[name] if replicated else part
+                        placed[name, index] = self._share({name: part})[name] if copies else part
                     arguments[name] = placed[name, index]
             futures.append(self.run_single_worker_single_data(method_name, metadata.rank, **arguments, **shared))
             called.append(metadata.rank)
@@ -263,10 +265,10 @@ class RayWorkerGroup:
         return {metadata.actor_id: str(metadata) for metadata in self._metadata}
 
     def _share(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments with everything but scalars placed in the object store, when more than one worker reads it."""
+        """The arguments, with the large ones placed in the object store when more than one worker reads them."""
         if len(self._workers) == 1:
             return dict(kwargs)
-        return {name: value if isinstance(value, _SMALL) else ray.put(value) for name, value in kwargs.items()}
+        return {name: ray.put(value) if _is_large(value) else value for name, value in kwargs.items()}
 
     def _coords(self, rank: int) -> dict[str, int]:
         return {} if self.sharding_annotations is None else self.sharding_annotations.get_worker_coords(rank)
@@ -283,6 +285,10 @@ class RayWorkerGroup:
         if both := sorted(set(sharded) & set(replicated)):
             raise ValueError(f"axes {both} are both sharded and replicated")
         return [axis for axis in names if axis not in sharded and axis not in replicated]
+
+
+def _is_large(value: Any) -> bool:
+    return len(cloudpickle.dumps(value)) > _INLINE_BYTES
 
 
 def _nested_item(nested: Any, index: tuple[int, ...]) -> Any:

@@ -222,6 +222,9 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
     def _get_replica_group(self) -> dist.ProcessGroup | None:
         return self.mesh.replica_group
 
+    def _get_data_group(self) -> dist.ProcessGroup:
+        return self.mesh.data_group
+
     def _finish_step(self) -> StepResult:
         """Closes the step, and with it the stretch of time over which `engine_busy` is taken."""
         with self._busy():

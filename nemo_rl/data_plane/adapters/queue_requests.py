@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl.data_plane.adapters.row_codec import Row
+
 # A partition without columns: one row per declared partition, whose tags are the declaration.
 DECLARATIONS = "__partitions__"
 
@@ -40,10 +42,10 @@ class _Progress:
     absent: list[str]
 
 
-class ColumnsOfBytes(dict[str, list[bytes]]):
+class ColumnsOfBytes(dict[str, list[Row]]):
     """Columns as TransferQueue's storage takes them: by name, one object per row, with the number of rows beside."""
 
-    def __init__(self, columns: Mapping[str, list[bytes]], rows: int) -> None:
+    def __init__(self, columns: Mapping[str, list[Row]], rows: int) -> None:
         super().__init__(columns)
         self.batch_size = (rows,)
 
@@ -76,7 +78,7 @@ class QueueRequests:
         self,
         sample_ids: list[str],
         partition_id: str,
-        columns: Mapping[str, list[bytes]],
+        columns: Mapping[str, list[Row]],
         tags: list[dict[str, Any]] | None,
     ) -> list[dict[str, Any]]:
         """Writes tags, then columns: whoever finds a row by its columns finds its tags too. Returns all their tags."""

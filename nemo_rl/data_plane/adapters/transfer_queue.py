@@ -39,7 +39,7 @@ from transfer_queue.utils.common import get_node_round_robin_scheduling_strategi
 
 from nemo_rl.data_plane.adapters.event_loop import EventLoopThread, UnansweredError
 from nemo_rl.data_plane.adapters.queue_requests import QueueRequests, RowRecords
-from nemo_rl.data_plane.adapters.row_codec import decode_rows, encode_rows, payload_bytes
+from nemo_rl.data_plane.adapters.row_codec import Row, decode_rows, encode_rows, payload_bytes
 from nemo_rl.data_plane.codec import column_names
 from nemo_rl.data_plane.interfaces import (
     DataPlaneClient,
@@ -362,7 +362,7 @@ def _meta(
     )
 
 
-def _row_list(column: Any) -> list[bytes]:
+def _row_list(column: Any) -> list[Row]:
     """The rows of a column as the storage manager hands it out: one object for all of them, or one for each."""
     return column.data if isinstance(column, NonTensorData) and isinstance(column.data, list) else column.tolist()
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.data_plane.interfaces import DataPlaneRuntimeConfig, KVBatchMeta
+from nemo_rl.data_plane.leveling import level_placed_rows
 from nemo_rl.data_plane.preshard import stamp_common_width
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from nemo_rl.models.driver import aggregate_train_results
@@ -140,12 +141,13 @@ class TQPolicy(TQModelDriver, Policy):
     def train_placed_microbatches(self, dp_metas: list[KVBatchMeta], timer: Timer | None = None) -> None:
         """Forward and backward over rows that already lie with their replicas, `dp_metas[i]` with replica i.
 
-        The metas are not changed; all ranks get the same padded width.
+        The metas are not changed; all ranks get the same padded width. A few rows change places between replicas, so
+        that all compute about equally many tokens.
 
         Raises:
             ValueError: not one meta per replica.
         """
-        metas = self._placed(dp_metas)
+        metas = level_placed_rows(self._placed(dp_metas))
         with (timer or Timer()).time("policy_training/submit_microbatch_futures"):
             self._call_sharded("train_microbatch_presharded", reason="forward and backward", meta=metas)
 

@@ -10,6 +10,7 @@ import pytest
 from nemo_rl.data_plane.adapters.local import LocalDataPlaneClient
 from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
 from nemo_rl.data_plane.interfaces import KVBatchMeta, LocalDataPlaneConfig
+from nemo_rl.data_plane.leveling import RowMove
 from nemo_rl.models.driver import aggregate_train_results, check_parallel_sizes, sharding_of
 from nemo_rl.models.engine.config import ParallelSizes
 from nemo_rl.models.policy.tq_policy import TQPolicy
@@ -33,13 +34,15 @@ def meta(ids: list[str], lengths: list[int]) -> KVBatchMeta:
     return KVBatchMeta("p", None, ids, fields=["input_ids"], sequence_lengths=lengths, tags=tags)
 
 
-def test_placed_rows_stay_where_they_are_and_get_one_width() -> None:
+def test_placed_rows_get_one_width_and_moves_that_level_them() -> None:
     policy = Recorder(LocalDataPlaneClient(LocalDataPlaneConfig()))
     given = [meta(["a", "b"], [3, 9]), meta(["c"], [5])]
     policy.train_placed_microbatches(given)
     assert [m.sample_ids for m in policy.sent] == [["a", "b"], ["c"]]
     assert {m.extra_info["global_forward_pad_seqlen"] for m in policy.sent} == {9}
     assert {m.task_name for m in policy.sent} == {"train"}
+    # The one exchange that helps: 3 tokens to the emptier replica.
+    assert {tuple(m.extra_info["row_moves"]) for m in policy.sent} == {(RowMove(0, 0, 1),)}
     assert given == [meta(["a", "b"], [3, 9]), meta(["c"], [5])]  # the caller's are not changed
     with pytest.raises(ValueError, match="1 metas for 2 replicas"):
         policy.train_placed_microbatches(given[:1])
