@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 YARDSTICKS = Path(__file__).parent / "yardsticks"
+VLLM_PYTHON = Path(__file__).parent.parent / ".venv-vllm" / "bin" / "python"
 STEPS, WARM_UP, ROWS, TOKENS = 8, 2, 32, 1024
 RL_STEPS, RL_WARM_UP, SAMPLES, NEW_TOKENS, RL_TOKENS = 4, 2, 64, 64, 2048
 
@@ -39,7 +40,7 @@ policy: &model
   train_mb_tokens: {tokens}
   precision: {precision}
   optimizer: {{name: torch.optim.AdamW, kwargs: {{lr: 1.0e-5}}}}
-  generation: {{max_new_tokens: {new_tokens}, max_slots: {samples}}}
+  generation: {{backend: {backend}, max_new_tokens: {new_tokens}, max_slots: {samples}}}
 {critic}
 {algorithm}:
   num_prompts_per_step: {prompts}
@@ -96,6 +97,7 @@ def rl_config(
     new_tokens: int = NEW_TOKENS,
     tokens: int = RL_TOKENS,
     steps: int = RL_STEPS + RL_WARM_UP,
+    backend: str = "hf",
 ) -> str:
     """A run of `steps` steps of `samples` samples, as YAML with a place for `logs`."""
     generations = 8 if algorithm == "grpo" else 1
@@ -110,17 +112,20 @@ def rl_config(
         generations=generations,
         new_tokens=new_tokens,
         steps=steps,
+        backend=backend,
         # One update of samples that were just drawn: their probabilities need no pass of their own. The bare loop
         # makes that pass, so PPO does here too.
         on_policy="true" if algorithm == "grpo" else "false",
     )
 
 
-def onehop_metrics(command: str, config: str, folder: Path) -> list[dict[str, float]]:
+def onehop_metrics(
+    command: str, config: str, folder: Path, python: str | Path = sys.executable
+) -> list[dict[str, float]]:
     """The metrics of a whole run of `onehop COMMAND`, by step."""
     logs, path = folder / f"{command}_logs", folder / f"{command}.yaml"
     path.write_text(config.replace("{logs}", str(logs)))
-    words = [sys.executable, "-m", "nemo_rl.cli.main", command, "--config", str(path)]
+    words = [str(python), "-m", "nemo_rl.cli.main", command, "--config", str(path)]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"onehop {command} failed:\n{done.stderr[-2000:]}")
@@ -144,9 +149,11 @@ def onehop_sft(workload: Path, workers: int, precision: str) -> dict[str, float]
     }
 
 
-def onehop_rl(workload: Path, algorithm: str, precision: str) -> dict[str, float]:
+def onehop_rl(workload: Path, algorithm: str, precision: str, backend: str = "hf") -> dict[str, float]:
     """`samples/s` of `onehop ppo` over the steps after the warm-up."""
+    python = VLLM_PYTHON if backend == "vllm" else sys.executable
     with tempfile.TemporaryDirectory() as folder:
-        lines = onehop_metrics("ppo", rl_config(workload, algorithm, precision), Path(folder))
+        config = rl_config(workload, algorithm, precision, backend=backend)
+        lines = onehop_metrics("ppo", config, Path(folder), python)
     timed = [line["total_step_time"] for line in lines if line["step"] > RL_WARM_UP]
     return {"samples/s": SAMPLES / statistics.fmean(timed)}

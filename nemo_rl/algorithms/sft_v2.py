@@ -7,6 +7,7 @@ The way of a row, and what the controller sees of it:
       -> process-local data plane                       data_plane, same process
            -> StepEnvelope: ids, lengths, counts        to this controller, which answers with a train call
       -> fetch, broadcast to siblings                   data_plane/worker_mixin
+      -> a few rows change replicas, to even tokens out data_plane/leveling, distributed/row_exchange
       -> packs -> forward, backward                     models/engine
       -> one division by all trained tokens, update     models/engine
       -> commit: the batch is forgotten, its loader state is the one a checkpoint keeps

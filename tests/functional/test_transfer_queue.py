@@ -353,14 +353,11 @@ def test_a_dead_actor_ends_every_wait_and_a_new_plane_can_follow(plane: TQDataPl
     impatient = TQDataPlaneClient(CONFIG.model_copy(update={"ack_timeout_ms": 1000}), bootstrap=False)
     assert plane._actors is not None
     for unit in plane._actors.storage:
-        ray.kill(unit)
+        _kill(unit)
     start = time.monotonic()
     with pytest.raises(PlaneUnansweredError, match=r"read of partition 'train' got no answer within 1 s .* is alive"):
         impatient.get_samples(["a"], "train", ["input_ids"])
-    pid = ray.get(plane._actors.controller.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
-    ray.kill(plane._actors.controller)
-    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=30)
-    assert not psutil.pid_exists(pid)
+    _kill(plane._actors.controller)
     with pytest.raises(PlaneUnansweredError, match=r"list of partition 'train' got no answer .* has ended"):
         impatient.list_sample_ids("train")
     assert time.monotonic() - start < 10
@@ -372,6 +369,14 @@ def test_a_dead_actor_ends_every_wait_and_a_new_plane_can_follow(plane: TQDataPl
     following = TQDataPlaneClient(DataPlaneConfig(), bootstrap=True)
     assert following.list_sample_ids("train") == []
     following.close()
+
+
+def _kill(actor: Any) -> None:
+    """Ray's own call returns before the process is gone, which may answer once more."""
+    pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
+    ray.kill(actor)
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=30)
+    assert not psutil.pid_exists(pid)
 
 
 def _rss(actor: Any) -> int:

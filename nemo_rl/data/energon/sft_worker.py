@@ -1,7 +1,8 @@
 """The SFT worker: a model worker that also owns the loaders of its replica and publishes their batches.
 
 Rows go from the loader thread into the data plane of this process; the controller gets an envelope without tensors and
-sends the meta back as a train call. No row leaves the replica.
+sends the meta back as a train call. A few rows of a step may then be computed by another replica, see
+`data_plane/leveling`.
 """
 
 import logging
