@@ -288,6 +288,7 @@ class RayWorkerGroup:
 
 
 def _is_large(value: Any) -> bool:
+    # Pickled as Ray does it, since nothing else says how much an object refers to.
     return len(cloudpickle.dumps(value)) > _INLINE_BYTES
 
 
