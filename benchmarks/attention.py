@@ -11,7 +11,7 @@ import time
 import torch
 
 from nemo_rl.models.engine import attention
-from nemo_rl.models.engine.attention import DocumentGroup, per_document_attention
+from nemo_rl.models.engine.attention import DocumentGroup, Documents, per_document_attention
 from nemo_rl.models.engine.precision import compute_dtype
 
 HEADS, KV_HEADS, WIDTH, REPEATS = 6, 2, 64, 10
@@ -21,7 +21,7 @@ def milliseconds(count: int, length: int, explicit_up_to: int, dtype: torch.dtyp
     attention._EXPLICIT_UP_TO = {dtype: explicit_up_to}
     shapes = [(1, heads, count * length, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
-    documents = (DocumentGroup(0, count * length, count),)
+    documents = Documents((DocumentGroup(0, count * length, count),))
     started = 0.0
     for turn in range(REPEATS + 2):
         if turn == 2:

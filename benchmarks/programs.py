@@ -9,7 +9,7 @@ from pathlib import Path
 
 YARDSTICKS = Path(__file__).parent / "yardsticks"
 VLLM_PYTHON = Path(__file__).parent.parent / ".venv-vllm" / "bin" / "python"
-STEPS, WARM_UP, ROWS, TOKENS = 8, 2, 32, 1024
+STEPS, WARM_UP, ROWS = 8, 2, 32
 RL_STEPS, RL_WARM_UP, SAMPLES, NEW_TOKENS, RL_TOKENS = 4, 2, 64, 64, 2048
 
 SFT_CONFIG = """
@@ -18,6 +18,7 @@ policy:
   train_global_batch_size: {rows}
   max_total_sequence_length: 1024
   train_mb_tokens: {tokens}
+  torch_compile: {compiled}
   precision: {precision}
   data_parallel: replicate
   optimizer: {{name: torch.optim.AdamW, kwargs: {{lr: 1.0e-3, weight_decay: 0.01}}}}
@@ -79,12 +80,20 @@ def sft_config(
     precision: str,
     *,
     rows: int = ROWS,
-    tokens: int = TOKENS,
+    tokens: int | str = "auto",
     steps: int = STEPS + WARM_UP,
+    compiled: bool = True,
 ) -> str:
     """A run of `steps` steps of `rows` rows, as YAML with a place for `logs`."""
     return SFT_CONFIG.format(
-        workload=workload, workers=workers, precision=precision, rows=rows, tokens=tokens, steps=steps, logs="{logs}"
+        workload=workload,
+        workers=workers,
+        precision=precision,
+        rows=rows,
+        tokens=tokens,
+        steps=steps,
+        compiled=str(compiled).lower(),
+        logs="{logs}",
     )
 
 

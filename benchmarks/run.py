@@ -2,9 +2,10 @@
 
     python benchmarks/run.py [--rounds 3] [--check] [--only WHAT ...]
 
-The programs run one after the other in each round, so that a slow minute of the machine hits all of them; a figure is
-the median over the rounds. What is compared and committed are ratios. `--check` compares them with the newest committed
-table and fails when one fell by more than 20 %.
+The programs run one after the other in each round, so that a slow minute of the machine hits all of them. What is
+compared and committed are ratios: the median over the rounds of ours through theirs in the same round. `--check`
+compares them with the newest committed table and fails when one fell by more than 20 %. The table is written after
+every round.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from programs import VLLM_PYTHON, YARDSTICKS, last_json, onehop_rl, onehop_sft
@@ -70,8 +71,8 @@ def programs_of(workload: Path, precision: str) -> dict[str, Program]:
     return {f"{name} {precision}": program for name, program in programs.items()}
 
 
-def measure(workload: Path, rounds: int, only: list[str]) -> dict[str, list[float]]:
-    """Figures by program, one for each round.
+def measure(workload: Path, rounds: int, only: list[str]) -> Iterator[dict[str, list[float]]]:
+    """After each round, the figures by program, one for each round so far.
 
     Where the hardware multiplies in bfloat16 that is measured, and SFT with one worker in float32; else float32.
     """
@@ -90,12 +91,12 @@ def measure(workload: Path, rounds: int, only: list[str]) -> dict[str, list[floa
                 key = f"{name}, {unit}" if number else name
                 figures.setdefault(key, []).append(value)
                 print(f"round {turn + 1}: {key:32} {shown(value)}{'' if number else f' {unit}'}", flush=True)
-    return figures
+        yield figures
 
 
 def shown(value: float) -> str:
-    """A figure for people: shares with three digits behind the point."""
-    return f"{value:.3f}" if value < 1 else f"{value:,.1f}"
+    """A figure for people, in at least three digits."""
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
 
 def has_bf16() -> bool:
@@ -132,14 +133,17 @@ def environment() -> dict[str, object]:
 
 
 def report(figures: dict[str, list[float]]) -> dict[str, object]:
-    medians = {name: statistics.median(values) for name, values in figures.items()}
+    def ratio(ours: str, theirs: str) -> float:
+        pairs = zip(figures[ours], figures[theirs], strict=True)
+        return round(statistics.median(mine / other for mine, other in pairs), 3)
+
     ratios = {
-        f"{label}, {precision}": round(medians[f"{ours} {precision}"] / medians[f"{theirs} {precision}"], 3)
+        f"{label}, {precision}": ratio(f"{ours} {precision}", f"{theirs} {precision}")
         for precision in NAMES
         for label, (ours, theirs, *_) in RATIOS.items()
-        if {f"{ours} {precision}", f"{theirs} {precision}"} <= medians.keys()
+        if {f"{ours} {precision}", f"{theirs} {precision}"} <= figures.keys()
     }
-    rounded = {name: [round(value, 1 if value >= 1 else 4) for value in values] for name, values in figures.items()}
+    rounded = {name: [round(value, 4) for value in values] for name, values in figures.items()}
     return environment() | {"ratios": ratios, "figures": rounded}
 
 
@@ -148,7 +152,9 @@ def table(result: dict) -> str:
     lines = [
         f"# SFT, PPO and GRPO on {where}",
         "",
-        "Made by `make bench`; medians over the rounds of one run. SFT in tokens/s, PPO and GRPO in samples/s.",
+        "Made by `make bench`; medians over the rounds of one run, of ratios as well: ours through theirs in the same",
+        "round. SFT in tokens/s, PPO and GRPO in samples/s. Onehop's SFT runs with `torch_compile: true` and",
+        "`train_mb_tokens: auto`, whose time falls before the first step.",
         "",
     ]
     lines += ["| program | median | rounds |", "|---|---|---|"]
@@ -180,6 +186,14 @@ def check(ratios: dict[str, float]) -> list[str]:
     return problems
 
 
+def write(result: dict) -> None:
+    """The table of this machine and day, as JSON and for people."""
+    RESULTS.mkdir(exist_ok=True)
+    name = f"{result['date']}-{results_name()}"
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(table(result))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -189,16 +203,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         workload = Path(folder)
         last_json([sys.executable, str(YARDSTICKS / "workload.py"), str(workload)])
-        result = report(measure(workload, args.rounds, args.only))
+        for figures in measure(workload, args.rounds, args.only):
+            result = report(figures)
+            if not args.check and not args.only:
+                write(result)
     print(table(result))
     if args.check:
         problems = check(result["ratios"])
         sys.exit("\n".join(problems) if problems else 0)
-    if not args.only:
-        RESULTS.mkdir(exist_ok=True)
-        name = f"{result['date']}-{results_name()}"
-        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (RESULTS / f"{name}.md").write_text(table(result))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, cast, get_args
 
 import torch
@@ -27,7 +27,7 @@ from nemo_rl.data_plane.schema import (
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import broadcast_batch
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES, NamedSharding
-from nemo_rl.distributed.row_exchange import exchange_rows
+from nemo_rl.distributed.row_exchange import Move, exchange_rows
 from nemo_rl.utils.errors import RunError
 from nemo_rl.utils.phases import phase
 
@@ -171,20 +171,23 @@ class TQWorkerMixin:
         Raises:
             ValueError: an unknown policy.
             RuntimeError: a broadcast without a group, or before `setup_data_plane`.
-            RunError: on the siblings, when the leader could not read; the leader raises the cause itself.
+            RunError: on the siblings, when the leader could not read, and with moves on the counterparts in other
+                replicas; who could not read raises the cause itself.
         """
         if fetch_policy not in get_args(FetchPolicy):
             raise ValueError(f"fetch_policy is {fetch_policy!r}, it must be one of {get_args(FetchPolicy)}")
         group = self._get_replica_group()
         if fetch_policy == "leader_broadcast" and group is None:
             raise RuntimeError("fetch_policy 'leader_broadcast' needs a replica group")
-        with phase("fetch"):
+
+        def read() -> BatchedDataDict:
             if group is None or fetch_policy == "independent" or dist.get_world_size(group) == 1:
-                data = self._read(meta)
-            else:
-                data = self._read_and_broadcast(meta, group)
-            if moves := meta.extra_info.get(ROW_MOVES):
-                data = exchange_rows(data, moves, self._get_data_group())
+                return self._read(meta)
+            return self._read_and_broadcast(meta, group)
+
+        with phase("fetch"):
+            moves = meta.extra_info.get(ROW_MOVES)
+            data = self._read_and_exchange(read, moves) if moves else read()
         for key in PACKING_KEYS:
             if key in meta.extra_info:
                 setattr(data, key, meta.extra_info[key])
@@ -211,6 +214,23 @@ class TQWorkerMixin:
         if _FETCH_ERROR in data:
             raise RunError(f"rank {source} could not read partition {meta.partition_id!r}: {data[_FETCH_ERROR][0]}")
         return data
+
+    def _read_and_exchange(self, read: Callable[[], BatchedDataDict], moves: Sequence[Move]) -> BatchedDataDict:
+        group = self._get_data_group()
+        # Before any row is sent all ranks hear whose rows are missing: a message that never comes has no other end
+        # than the group's time limit.
+        missing = torch.zeros(dist.get_world_size(group))
+        try:
+            data = read()
+        except Exception:
+            missing[dist.get_rank(group)] = 1.0
+            dist.all_reduce(missing, group=group)
+            raise
+        dist.all_reduce(missing, group=group)
+        if missing.any():
+            ranks = ", ".join(str(dist.get_global_rank(group, i)) for i in missing.nonzero().flatten().tolist())
+            raise RunError(f"rank {ranks} could not read the rows that it has to hand on")
+        return exchange_rows(data, moves, group)
 
     def _write_back(self, meta: KVBatchMeta, fields: Mapping[str, Tensor]) -> None:
         """Adds columns `[B, S]` to the rows of `meta`; the leader writes, its siblings return at once."""

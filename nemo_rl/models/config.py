@@ -208,7 +208,7 @@ class ModelConfig(ConfigModel):
     activation_checkpointing: bool = False
     """Compute activations again in backward instead of keeping them: less memory, about a third more time."""
     torch_compile: bool = False
-    """Compile norms and MLPs at the first pass, which takes 5 to 20 s on a CPU; then passes are some percent faster."""
+    """Compile the decoder's blocks at the start, in 10 to 50 s on a CPU; then passes are some percent faster."""
     data_parallel: Literal["auto", "replicate", "shard"] = "auto"
     """Weights whole on every worker, or sharded over them; `auto` replicates when they fit with room to spare."""
     dynamic_batching: TokenBudgetConfig = Field(default_factory=TokenBudgetConfig)

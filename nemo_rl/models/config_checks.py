@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from nemo_rl.models.config import ModelConfig
-from nemo_rl.models.engine.compiled_parts import compiler_problem
+from nemo_rl.models.engine.compiled_blocks import compiler_problem
 from nemo_rl.models.engine.config import OptimizerSpec, ScheduleSpec
 from nemo_rl.models.engine.model_config import read_model_config
 from nemo_rl.models.engine.optimizer import build_schedule, check_kwargs, torch_class

@@ -74,7 +74,7 @@ def test_a_killed_run_continues_as_if_nothing_had_been(
     checkpoints, logs = tmp_path / "checkpoints", tmp_path / "logs"
     with CliRun("sft", "--config", config) as run:
         run.wait_until(lambda: (checkpoints / "step_5").exists() and step_reached(logs) >= 7, "step 7")
-        run.kill_group()
+        run.kill_all()
         assert run.finish() == -signal.SIGKILL
     assert step_reached(logs) < STEPS, "the kill came in mid-run"
     resumed = run_sft(config)

@@ -1,4 +1,5 @@
-"""A replica of two gloo ranks: the sibling computes with the leader's rows, and only the leader touches the plane.
+"""A replica of two gloo ranks: the sibling computes with the leader's rows, and only the leader touches the plane. Two
+replicas of one rank whose rows change places.
 
 Tensor parallel size 2 stands for any replica; groups that span machines and GPUs are not covered.
 """
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
 from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.data_plane.interfaces import KVBatchMeta, LocalDataPlaneConfig
+from nemo_rl.data_plane.leveling import RowMove
 from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import RunError
@@ -44,6 +46,17 @@ class Worker(TQWorkerMixin):
 
     def finish_train_step(self) -> dict[str, Any]:
         return {"loss": 1.0}
+
+
+class Replica(TQWorkerMixin):
+    """A replica of one rank beside another one."""
+
+    def _local_coords(self) -> dict[str, int]:
+        return {"data_parallel": dist.get_rank(), "tensor_parallel": 0}
+
+    def _get_data_group(self) -> dist.ProcessGroup:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
 
 
 def make_batch() -> dict[str, Any]:
@@ -120,10 +133,29 @@ def a_failed_read_ends_both_ranks_and_the_next_works(worker: Worker) -> None:
     assert torch.equal(worker._fetch(make_meta())["input_ids"], make_batch()["input_ids"])
 
 
+def a_replica_without_its_rows_ends_its_counterpart_at_once(_: Worker) -> None:
+    replica, rank = Replica(), dist.get_rank()
+    replica._dp_client = NoOpDataPlaneClient()
+    replica._dp_client.register_partition("p", list(make_batch()), 3, ["train"])
+    moves = [RowMove(source=0, row=1, target=1), RowMove(source=1, row=2, target=0)]
+    if rank == 0:
+        kv_first_write(make_batch(), sample_ids=IDS, dp_client=replica._dp_client, partition_id="p")
+        with pytest.raises(RunError, match="rank 1 could not read the rows that it has to hand on"):
+            replica._fetch(make_meta(row_moves=moves))
+    else:
+        with pytest.raises(KeyError, match="input_ids"):
+            replica._fetch(make_meta(row_moves=moves))
+        kv_first_write(make_batch(), sample_ids=IDS, dp_client=replica._dp_client, partition_id="p")
+    rows = make_batch()["input_ids"]
+    expected = rows[[0, 2, 2]] if rank == 0 else rows[[0, 1, 1]]
+    assert torch.equal(replica._fetch(make_meta(row_moves=moves))["input_ids"], expected)
+
+
 STORIES = [
     fetch_is_the_same_on_both_ranks,
     local_rows_reach_the_sibling,
     a_failed_read_ends_both_ranks_and_the_next_works,
+    a_replica_without_its_rows_ends_its_counterpart_at_once,
 ]
 
 

@@ -4,6 +4,7 @@ A pack lays documents end to end in one sequence `[1, T]`. Documents of equal le
 group and run as one batch, so nothing is computed across a border and nothing is padded.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,19 @@ class DocumentGroup(NamedTuple):
         return (self.end - self.start) // self.count
 
 
+@dataclass(eq=False)
+class Documents:
+    """Where the documents of a pack lie.
+
+    An object and no tuple: compiled code that hands a tuple on is bound to what is in it.
+
+    Attributes:
+        groups: in order, from position 0 on, without gaps.
+    """
+
+    groups: tuple[DocumentGroup, ...]
+
+
 def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
     """Bool `[length, length]`: True where position i may see j: `j <= i`, and `i - window < j` with a window."""
     i = torch.arange(length, device=device)
@@ -67,6 +81,7 @@ def _explicit_attention(
     return (weights.view(n, kv_heads, -1, length) @ v).view(n, heads, length, width)
 
 
+@torch.compiler.disable
 def per_document_attention(
     module: nn.Module,
     query: Tensor,
@@ -77,7 +92,7 @@ def per_document_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    documents: tuple[DocumentGroup, ...] | None = None,
+    documents: Documents | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query `[1, H, T, D]`, key and value `[1, KV, T, D]` to `[1, T, H, D]`; no token sees another document.
@@ -92,10 +107,11 @@ def per_document_attention(
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} uses attention sinks: it can't be packed yet")
     with phase("forward attention"):
-        sizes = [group.end - group.start for group in documents]
-        sizes.append(query.size(2) - documents[-1].end)
+        groups = documents.groups
+        sizes = [group.end - group.start for group in groups]
+        sizes.append(query.size(2) - groups[-1].end)
         # One split and not a slice per group: the gradient of a slice is a whole tensor of zeros around it.
-        parts = zip(documents, *(x[0].split(sizes, dim=1)[:-1] for x in (query, key, value)), strict=True)
+        parts = zip(groups, *(x[0].split(sizes, dim=1)[:-1] for x in (query, key, value)), strict=True)
         outputs = [
             _group_attention(
                 *part,

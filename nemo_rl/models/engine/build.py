@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.engine.attention import ATTENTION_NAME, register_attention
-from nemo_rl.models.engine.compiled_parts import compile_parts
+from nemo_rl.models.engine.compiled_blocks import compile_blocks
 from nemo_rl.models.engine.config import DATA, EngineConfig
 from nemo_rl.models.engine.mesh import Mesh
 from nemo_rl.models.engine.model_config import packing_problem, read_model_config
@@ -173,7 +173,7 @@ def build_model(config: EngineConfig, mesh: Mesh, *, frozen: bool = False) -> Bu
     if config.activation_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.torch_compile:
-        compile_parts(module)
+        compile_blocks(_blocks(module))
     sharded = _should_shard(config, module, mesh)
     if sharded:
         _shard(module, mesh, dtype)

@@ -50,7 +50,7 @@ class EngineConfig:
         value_head_init: start of a value head that `model_name` does not hold; `normal` draws from N(0, 0.02).
         temperature: the LM head's logits are divided by it, as the sampler's are.
         reference: also hold a frozen copy of the weights of `model_name`.
-        torch_compile: compile norms and MLPs, see `compiled_parts`.
+        torch_compile: compile the decoder's blocks, see `compiled_blocks`.
         microbatch_tokens: token budget of a forward pass.
         measure_microbatch_tokens: find the budget by trying, from `microbatch_tokens` on.
         inference_microbatch_tokens: that of a pass without gradients; None takes the other.

@@ -31,7 +31,7 @@ from nemo_rl.models.engine.heads import HEAD, Head, LMHead, ValueHead, watch_pro
 from nemo_rl.models.engine.mesh import Mesh
 from nemo_rl.models.engine.microbatch import SHAPE_MULTIPLE, Pack, build_pack, filler_pack, plan_packs
 from nemo_rl.models.engine.optimizer import build_optimizer, build_schedule
-from nemo_rl.models.engine.pass_size import measured_pass_tokens
+from nemo_rl.models.engine.pass_size import even_pack, measured_pass_tokens
 from nemo_rl.models.engine.precision import compiles_per_shape
 from nemo_rl.utils.phases import phase
 
@@ -102,8 +102,8 @@ class Engine:
         self.inference_microbatch_tokens = config.inference_microbatch_tokens or config.microbatch_tokens
         self._step: _OpenStep | None = None
         self._head_watch: list[RemovableHandle] = []
-        if config.measure_microbatch_tokens and self.optimizer is not None:
-            self._measure_microbatch_tokens()
+        if self.optimizer is not None and (config.torch_compile or config.measure_microbatch_tokens):
+            self._try_passes()
 
     @property
     def num_parameters(self) -> int:
@@ -297,16 +297,23 @@ class Engine:
 
     # -- shared -------------------------------------------------------------------------------------------------------
 
-    def _measure_microbatch_tokens(self) -> None:
+    def _try_passes(self) -> None:
+        """Passes that train nothing, before the first step: so that they compile there, or to find the best size."""
         assert self.optimizer is not None
         self.model.module.train()
         sync_in_backward(self.model.module, False)
-        self.microbatch_tokens = measured_pass_tokens(
-            self._head_output,
-            longest_row=self.config.microbatch_tokens,
-            data_group=self.mesh.data_group if self.mesh.size(DATA) > 1 else None,
-        )
-        self.inference_microbatch_tokens = self.config.inference_microbatch_tokens or self.microbatch_tokens
+        longest_row = self.config.microbatch_tokens
+        if self.config.torch_compile:
+            # Code for few tokens does without threads, and is compiled apart.
+            for tokens in (1, longest_row):
+                self._head_output(even_pack(tokens, longest_row)).sum().backward()
+        if self.config.measure_microbatch_tokens:
+            self.microbatch_tokens = measured_pass_tokens(
+                self._head_output,
+                longest_row=longest_row,
+                data_group=self.mesh.data_group if self.mesh.size(DATA) > 1 else None,
+            )
+            self.inference_microbatch_tokens = self.config.inference_microbatch_tokens or self.microbatch_tokens
         self.optimizer.zero_grad()
         self.model.reshard()
 

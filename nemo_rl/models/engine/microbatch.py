@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_rl.models.engine.attention import DocumentGroup
+from nemo_rl.models.engine.attention import DocumentGroup, Documents
 
 # What lengths of packs and numbers of head positions are rounded up to where every new shape costs a kernel.
 SHAPE_MULTIPLE = 64
@@ -26,7 +26,7 @@ class Pack:
         rows: indices of the rows in the microbatch, int64 `[n]`.
         input_ids: int64 `[1, T]`; behind the last document may be positions that belong to none.
         position_ids: int64 `[1, T]`; each document starts at 0.
-        documents: borders, grouped by equal length.
+        documents: their borders.
         head_positions: int64 `[at least K]`, positions of the pack whose next token is a target, in order; any further
             ones repeat position 0.
         targets: int64 `[K]`, the token after each of them.
@@ -38,7 +38,7 @@ class Pack:
     rows: Tensor
     input_ids: Tensor
     position_ids: Tensor
-    documents: tuple[DocumentGroup, ...]
+    documents: Documents
     head_positions: Tensor
     targets: Tensor
     target_rows: Tensor
@@ -94,16 +94,16 @@ def build_pack(batch: Mapping[str, Tensor], rows: list[int], target_mask: Tensor
     target_rows, target_columns = wanted.nonzero(as_tuple=True)
     starts = torch.as_tensor([0, *lengths]).cumsum(0)[:-1]
     head_positions = starts[target_rows] + target_columns - 1
-    documents, at = [], 0
+    groups, at = [], 0
     for length, same in groupby(lengths):
         count = len(list(same))
-        documents.append(DocumentGroup(at, at + count * length, count))
+        groups.append(DocumentGroup(at, at + count * length, count))
         at += count * length
     return Pack(
         rows=index,
         input_ids=_fill(input_ids, multiple)[None],
         position_ids=_fill(position_ids, multiple)[None],
-        documents=tuple(documents),
+        documents=Documents(tuple(groups)),
         head_positions=_fill(head_positions, multiple),
         targets=input_ids[head_positions + 1],
         target_rows=target_rows,
@@ -125,7 +125,7 @@ def filler_pack() -> Pack:
         rows=zero,
         input_ids=torch.zeros(1, 2, dtype=torch.int64),
         position_ids=torch.tensor([[0, 1]]),
-        documents=(DocumentGroup(0, 2, 1),),
+        documents=Documents((DocumentGroup(0, 2, 1),)),
         head_positions=zero,
         targets=zero,
         target_rows=zero,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from nemo_rl.models.engine.attention import DocumentGroup, per_document_attention
+from nemo_rl.models.engine.attention import DocumentGroup, Documents, per_document_attention
 
 ATTENTION_NAME = "slots"
 
@@ -189,7 +189,7 @@ def slot_attention(
             parts.append(_prefill(q, k, v, slot_pass.documents, scaling))
         else:
             out, _ = per_document_attention(
-                module, q, k, v, None, scaling, 0.0, sliding_window, softcap, documents=slot_pass.documents
+                module, q, k, v, None, scaling, 0.0, sliding_window, softcap, documents=Documents(slot_pass.documents)
             )
             parts.append(out[0])
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None

@@ -35,6 +35,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 _SEED_MASK = 2**63 - 1
 _MOST_CPU_CACHE = 4 * 2**30
+_CPU_BLOCK = 32  # tokens; the least that its attention takes there
 
 
 @dataclass
@@ -101,6 +102,8 @@ class VllmGenerationEngine(GenerationEngine):
         }
         if not on_gpu:
             arguments["enforce_eager"] = True
+            # Samples of one prompt share its whole blocks; vLLM's own 128 is longer than many a prompt.
+            arguments["block_size"] = _CPU_BLOCK
             arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config, dtype, max_slots, limit or 2048)
         try:
             self._llm = vllm.LLM(model=model_name, **(arguments | (llm_arguments or {})))
@@ -262,6 +265,6 @@ def _cpu_cache_bytes(config: PretrainedConfig, dtype: torch.dtype, max_slots: in
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    blocks = math.ceil(length / 128) * 128
-    needed = 2 * text.num_hidden_layers * heads * width * dtype.itemsize * blocks * (max_slots + 1)
+    tokens = math.ceil(length / _CPU_BLOCK) * _CPU_BLOCK
+    needed = 2 * text.num_hidden_layers * heads * width * dtype.itemsize * tokens * (max_slots + 1)
     return max(2**26, min(needed, _MOST_CPU_CACHE))

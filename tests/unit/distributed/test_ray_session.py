@@ -1,6 +1,7 @@
 """Start, isolation and end of Ray. The slow tests run drivers of their own; a joined cluster of several nodes is not
 covered."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -128,6 +129,17 @@ def test_the_private_ray_wants_a_token(ray_session: RaySession) -> None:
         [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_nothing_of_ray_polls_for_nobody(ray_session: RaySession) -> None:
+    assert ray_session.worker_logs is not None
+    folder = str(ray_session.worker_logs.parent.parent)
+    lines = []
+    for pid in processes_of(os.getpid(), folder):
+        with contextlib.suppress(OSError):
+            lines.append(Path(f"/proc/{pid}/cmdline").read_text())
+    assert any("raylet" in line for line in lines)
+    assert not [line for line in lines if any(name in line for name in ("log_monitor", "dashboard.py", "monitor.py"))]
 
 
 def test_a_second_session_in_one_process_is_refused(ray_session: RaySession) -> None:

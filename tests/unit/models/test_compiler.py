@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl.models.engine.compiled_parts import compiler_problem
+from nemo_rl.models.engine.compiled_blocks import compiler_problem
 
 
 def test_no_compiler_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nemo_rl.models.engine import attention
-from nemo_rl.models.engine.attention import DocumentGroup, per_document_attention
+from nemo_rl.models.engine.attention import DocumentGroup, Documents, per_document_attention
 
 LENGTHS = [3, 3, 5, 7]
 GROUPS = (DocumentGroup(0, 6, 2), DocumentGroup(6, 11, 1), DocumentGroup(11, 18, 1))
@@ -40,7 +40,14 @@ def test_matches_each_document_alone(
     torch.manual_seed(0)
     q, k, v = torch.randn(4, 18, 8), torch.randn(kv_heads, 18, 8), torch.randn(kv_heads, 18, 8)
     out, _ = per_document_attention(
-        nn.Identity(), q[None], k[None], v[None], None, sliding_window=window, softcap=softcap, documents=GROUPS
+        nn.Identity(),
+        q[None],
+        k[None],
+        v[None],
+        None,
+        sliding_window=window,
+        softcap=softcap,
+        documents=Documents(GROUPS),
     )
     torch.testing.assert_close(out[0], reference(q, k, v, window, softcap), rtol=1e-5, atol=1e-5)
 
@@ -54,7 +61,7 @@ def test_rounded_lengths_change_no_output_and_no_gradient(monkeypatch: pytest.Mo
     outputs, gradients = [], []
     for rounded in (False, True):
         monkeypatch.setattr(attention, "compiles_per_shape", lambda *_, rounded=rounded: rounded)
-        out, _ = per_document_attention(nn.Identity(), *tensors, None, documents=GROUPS)
+        out, _ = per_document_attention(nn.Identity(), *tensors, None, documents=Documents(GROUPS))
         outputs.append(out)
         gradients.append(torch.autograd.grad((out * weights).sum(), tensors))
     torch.testing.assert_close(outputs[0], outputs[1])
@@ -71,4 +78,4 @@ def test_a_model_that_hides_the_documents_is_refused() -> None:
 def test_attention_sinks_are_refused() -> None:
     x = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ValueError, match="sinks"):
-        per_document_attention(nn.Identity(), x, x, x, None, documents=(DocumentGroup(0, 2, 1),), s_aux=torch.ones(1))
+        per_document_attention(nn.Identity(), x, x, x, None, documents=Documents(GROUPS), s_aux=torch.ones(1))

@@ -28,7 +28,7 @@ def test_b07_borders_positions_and_targets() -> None:
     pack = build_pack(batch, [0, 1], targets)
     assert pack.input_ids.tolist() == [[11, 12, 13, 21, 22]]
     assert pack.position_ids.tolist() == [[0, 1, 2, 0, 1]]
-    assert pack.documents == (DocumentGroup(0, 3, 1), DocumentGroup(3, 5, 1))
+    assert pack.documents.groups == (DocumentGroup(0, 3, 1), DocumentGroup(3, 5, 1))
     assert pack.targets.tolist() == [12, 13, 22]  # never 13 -> 21
     # Token mean 2.0 of the per-target losses A [0.5, 1.5] and B [4.0].
     rows = pack.to_rows(torch.tensor([0.5, 1.5, 4.0]), 3)
@@ -44,7 +44,7 @@ def test_a_rounded_pack_has_the_same_targets() -> None:
     assert pack.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
     assert pack.head_positions.tolist() == [*plain.head_positions.tolist(), 0]
     assert pack.targets.tolist() == plain.targets.tolist()
-    assert pack.documents == plain.documents
+    assert pack.documents.groups == plain.documents.groups
 
 
 def test_b03_pad_equal_to_eos_is_masked_by_position() -> None:
@@ -69,4 +69,4 @@ def test_pack_equals_rows_end_to_end() -> None:
         targets += [int(rows["input_ids"][i, t]) for t in range(length) if mask[i, t]]
         at += length
     assert pack.targets.tolist() == targets
-    assert sum(group.count for group in pack.documents) == 9
+    assert sum(group.count for group in pack.documents.groups) == 9
