@@ -1,6 +1,6 @@
 """Our engine on the skewed rows of the workload, packed as it does it, or padded as a loop without packing would.
 
-    python benchmarks/packing.py WORKLOAD [--padded] [--dtype bf16|fp32] [--steps 6]
+    python benchmarks/packing.py WORKLOAD [--padded] [--compiled] [--tokens 1024] [--dtype bf16|fp32] [--steps 6]
 
 Padded: eight rows a pass, each filled up to the longest of them with tokens that are not trained but computed. Prints
 one JSON line with the rows' own tokens per second; padding does not count.
@@ -42,6 +42,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", type=Path)
     parser.add_argument("--padded", action="store_true")
+    parser.add_argument("--compiled", action="store_true", help="torch_compile")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a packed pass")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--steps", type=int, default=6)
     args = parser.parse_args()
@@ -57,13 +59,14 @@ def main() -> None:
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         optimizer = OptimizerSpec(name="torch.optim.AdamW", kwargs={"lr": 1e-3})
         # A budget that no padded pass reaches: its rows are cut below.
-        tokens = 1 << 30 if args.padded else TOKENS
+        tokens = 1 << 30 if args.padded else args.tokens
         precision = "bfloat16" if args.dtype == "bf16" else "float32"
         config = EngineConfig(
             model_name=str(args.workload / "model"),
             optimizer=optimizer,
             precision=precision,
             microbatch_tokens=tokens,
+            torch_compile=args.compiled,
         )
         engine = Engine(config, build_mesh(ParallelSizes(), torch.device("cpu")))
         loss_fn, seconds, done = NLLLossFn(), 0.0, 0

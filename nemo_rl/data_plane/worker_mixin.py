@@ -222,7 +222,7 @@ class TQWorkerMixin:
         missing = torch.zeros(dist.get_world_size(group))
         try:
             data = read()
-        except Exception:
+        except Exception:  # whatever went wrong, the counterparts wait
             missing[dist.get_rank(group)] = 1.0
             dist.all_reduce(missing, group=group)
             raise

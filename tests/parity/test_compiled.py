@@ -1,6 +1,6 @@
-"""Compiled blocks train like blocks that are not: one rank and two, sharded, recomputed, in bfloat16, as a critic.
+"""Compiled blocks train like blocks that are not: one rank and two, sharded, recomputed, in bfloat16.
 
-Not covered here: GPUs, and models with other blocks than Qwen3's.
+Not covered here: GPUs, critics, and models with other blocks than Qwen3's.
 """
 
 from pathlib import Path

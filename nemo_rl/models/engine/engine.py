@@ -31,7 +31,7 @@ from nemo_rl.models.engine.heads import HEAD, Head, LMHead, ValueHead, watch_pro
 from nemo_rl.models.engine.mesh import Mesh
 from nemo_rl.models.engine.microbatch import SHAPE_MULTIPLE, Pack, build_pack, filler_pack, plan_packs
 from nemo_rl.models.engine.optimizer import build_optimizer, build_schedule
-from nemo_rl.models.engine.pass_size import even_pack, measured_pass_tokens
+from nemo_rl.models.engine.pass_size import even_pack, measured_pass_tokens, pass_seconds
 from nemo_rl.models.engine.precision import compiles_per_shape
 from nemo_rl.utils.phases import phase
 
@@ -304,9 +304,10 @@ class Engine:
         sync_in_backward(self.model.module, False)
         longest_row = self.config.microbatch_tokens
         if self.config.torch_compile:
-            # Code for few tokens does without threads, and is compiled apart.
+            # Code for few tokens does without threads, and is compiled apart. Too little memory is for the step to say,
+            # which tries smaller passes.
             for tokens in (1, longest_row):
-                self._head_output(even_pack(tokens, longest_row)).sum().backward()
+                pass_seconds(self._head_output, even_pack(tokens, longest_row))
         if self.config.measure_microbatch_tokens:
             self.microbatch_tokens = measured_pass_tokens(
                 self._head_output,

@@ -35,7 +35,7 @@ def measured_pass_tokens(
     """
 
     def seconds(pack: Pack) -> float:
-        slowest = torch.tensor(_seconds(forward, pack))
+        slowest = torch.tensor(pass_seconds(forward, pack))
         if data_group is not None:
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=data_group)
         return float(slowest)
@@ -73,8 +73,8 @@ def even_pack(tokens: int, longest_row: int) -> Pack:
     return build_pack(batch, list(range(rows)), targets)
 
 
-def _seconds(forward: Callable[[Pack], Tensor], pack: Pack) -> float:
-    """Of one pass; infinite where memory does not suffice."""
+def pass_seconds(forward: Callable[[Pack], Tensor], pack: Pack) -> float:
+    """What a pass takes, forward and backward; infinite where memory does not suffice."""
     started = time.perf_counter()
     try:
         loss = forward(pack).sum()
