@@ -110,6 +110,7 @@ class SFTSingleControllerActor:
         self._checkpointer = CheckpointManager(master_config.checkpointing)
         self._timeout = TimeoutChecker(master_config.checkpointing.checkpoint_must_save_by, fit_last_save_time=True)
         self._policy_step_open = False
+        self._loading: list[ray.ObjectRef] | None = None
         self._skipped_in_a_row = 0
         self._progress: dict[str, Any] = {"step": self._state.total_steps, "max_steps": self._max_steps}
         self._setup_loaders()
@@ -186,11 +187,31 @@ class SFTSingleControllerActor:
 
     def _load_envelopes(self) -> list[StepEnvelope]:
         """The next batch of every replica, in replica order."""
-        envelopes = self._owner_call(
-            "load_next_sft_batch", reason="loading a batch", make_sequence_length_divisible_by=self._multiple
-        )
+        refs, self._loading = self._loading or self._send_load(), None
+        envelopes = self._owner_results(refs, reason="loading a batch")
         self._check_ranks(envelopes)
         return envelopes
+
+    def _send_load(self) -> list[ray.ObjectRef]:
+        return self._send_to_owners("load_next_sft_batch", make_sequence_length_divisible_by=self._multiple)
+
+    def _commit(self) -> None:
+        """The step's batch is done with. The next one is asked for in the same breath, unless something comes between.
+
+        So the workers have it ready by the time this process has written the step down.
+        """
+        refs = self._send_to_owners("commit_sft_batch")
+        step, sft = self._state.total_steps + 1, self._config.sft
+        validates = sft.val_period and step % sft.val_period == 0
+        if not validates and not self._checkpointer.is_due(step, forced=step >= self._max_steps):
+            self._loading = self._send_load()
+        self._owner_results(refs, reason="committing a batch")
+
+    def _take_back_ahead(self) -> None:
+        """Takes a batch back that was asked for ahead, so that the loaders stand after the last committed one."""
+        if self._loading is not None:
+            self._load_envelopes()
+            self._owner_call("abort_sft_batch", reason="taking a batch back")
 
     def _run_train_step(self) -> dict[str, Any]:
         """One optimizer step and its metrics. Counters move only when it is complete."""
@@ -205,7 +226,7 @@ class SFTSingleControllerActor:
                 self._abort()
                 raise
             policy_time = time.perf_counter() - policy_started
-            self._owner_call("commit_sft_batch", reason="committing a batch")
+            self._commit()
         metrics = self._count(envelopes, results)
         total_time = time.perf_counter() - started
         latencies = [envelope.load_seconds for envelope in envelopes]
@@ -337,10 +358,15 @@ class SFTSingleControllerActor:
 
     def _owner_call(self, method_name: str, *, reason: str | None = None, **kwargs: Any) -> list[Any]:
         """Calls the leader of every replica and waits, which messages call `reason`; results in replica order."""
-        refs = self._trainer.worker_group.run_all_workers_single_data(
+        return self._owner_results(self._send_to_owners(method_name, **kwargs), reason=reason or method_name)
+
+    def _send_to_owners(self, method_name: str, **kwargs: Any) -> list[ray.ObjectRef]:
+        return self._trainer.worker_group.run_all_workers_single_data(
             method_name, run_rank_0_only_axes=list(REPLICATED_AXES), **kwargs
         )
-        return self._trainer.worker_group.get_all_worker_results(refs, reason=reason or method_name)
+
+    def _owner_results(self, refs: list[ray.ObjectRef], *, reason: str) -> list[Any]:
+        return self._trainer.worker_group.get_all_worker_results(refs, reason=reason)
 
     def _check_ranks(self, envelopes: list[StepEnvelope]) -> None:
         ranks = [envelope.logical_rank for envelope in envelopes]
@@ -357,6 +383,7 @@ class SFTSingleControllerActor:
     def _save_checkpoint(self, metric: dict[str, float]) -> None:
         """Copies the state of the run and writes it in the background; the save before it is complete by then."""
         self._checkpointer.finalize_pending()
+        self._take_back_ahead()
         states = self._loader_state_dicts()
         info = asdict(self._state) | metric | {IDENTITY: self._args.identity}
         path = self._checkpointer.init_tmp_checkpoint(self._state.total_steps, info, self._config)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol, cast, get_args
 
 import torch
@@ -28,7 +29,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import broadcast_batch
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES, NamedSharding
 from nemo_rl.distributed.row_exchange import Move, exchange_rows
-from nemo_rl.utils.errors import RunError
+from nemo_rl.utils.errors import PeerError
 from nemo_rl.utils.phases import phase
 
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
@@ -69,6 +70,10 @@ class DataPlaneHost(Protocol):
 
     def abort_train_step(self) -> None: ...
 
+    def fail_train_step(self) -> None: ...
+
+    def withdraw_from_train_step(self) -> None: ...
+
     def eval_microbatch(self, data: BatchedDataDict, loss_fn: Any) -> dict[str, Any]: ...
 
 
@@ -93,7 +98,13 @@ class TQWorkerMixin:
         self, meta: KVBatchMeta, loss_fn: Any, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> dict[str, Any]:
         """Whole optimizer steps over the rows of `meta`; returns the train result of this rank."""
-        return self._host.train(self._fetch(meta), loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
+        try:
+            return self._host.train(self._fetch(meta), loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
+        except PeerError:
+            raise
+        except Exception:  # whatever went wrong, the other replicas wait
+            self._host.withdraw_from_train_step()
+            raise
 
     def get_logprobs_presharded(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
         """Writes the column `prev_logprobs`, float `[T]` per row."""
@@ -111,12 +122,14 @@ class TQWorkerMixin:
         self._write_back_result_field(meta, result, result_key="values", tq_field=VALUES)
 
     def begin_train_step_presharded(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
-        """Opens an optimizer step."""
-        self._host.begin_train_step(loss_fn, gbs=gbs, mbs=mbs)
+        """Opens an optimizer step; one that is open already can't be finished then."""
+        with self._failing_the_step():
+            self._host.begin_train_step(loss_fn, gbs=gbs, mbs=mbs)
 
     def train_microbatch_presharded(self, meta: KVBatchMeta) -> None:
-        """Adds the gradients of the rows of `meta` to the open step."""
-        self._host.train_microbatch(self._fetch(meta))
+        """Adds the gradients of the rows of `meta` to the open step; where it fails, the step can't be finished."""
+        with self._failing_the_step():
+            self._host.train_microbatch(self._fetch(meta))
 
     def finish_train_step_presharded(self) -> dict[str, Any]:
         """Closes the step with one update; returns the train result of this rank and `is_replica_leader`.
@@ -132,6 +145,14 @@ class TQWorkerMixin:
     def eval_microbatch_presharded(self, meta: KVBatchMeta, loss_fn: Any) -> dict[str, Any]:
         """The loss and its metrics over the rows of `meta`, without gradients."""
         return self._host.eval_microbatch(self._fetch(meta), loss_fn)
+
+    @contextmanager
+    def _failing_the_step(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._host.fail_train_step()
+            raise
 
     def _get_replica_group(self) -> dist.ProcessGroup | None:
         """The ranks of this replica, leader first; None for a replica of one rank."""
@@ -171,7 +192,7 @@ class TQWorkerMixin:
         Raises:
             ValueError: an unknown policy.
             RuntimeError: a broadcast without a group, or before `setup_data_plane`.
-            RunError: on the siblings, when the leader could not read, and with moves on the counterparts in other
+            PeerError: on the siblings, when the leader could not read, and with moves on the counterparts in other
                 replicas; who could not read raises the cause itself.
         """
         if fetch_policy not in get_args(FetchPolicy):
@@ -212,7 +233,7 @@ class TQWorkerMixin:
             return broadcast_batch(data, group, source)
         data = broadcast_batch(None, group, source)
         if _FETCH_ERROR in data:
-            raise RunError(f"rank {source} could not read partition {meta.partition_id!r}: {data[_FETCH_ERROR][0]}")
+            raise PeerError(f"rank {source} could not read partition {meta.partition_id!r}: {data[_FETCH_ERROR][0]}")
         return data
 
     def _read_and_exchange(self, read: Callable[[], BatchedDataDict], moves: Sequence[Move]) -> BatchedDataDict:
@@ -229,7 +250,7 @@ class TQWorkerMixin:
         dist.all_reduce(missing, group=group)
         if missing.any():
             ranks = ", ".join(str(dist.get_global_rank(group, i)) for i in missing.nonzero().flatten().tolist())
-            raise RunError(f"rank {ranks} could not read the rows that it has to hand on")
+            raise PeerError(f"rank {ranks} could not read the rows that it has to hand on")
         return exchange_rows(data, moves, group)
 
     def _write_back(self, meta: KVBatchMeta, fields: Mapping[str, Tensor]) -> None:

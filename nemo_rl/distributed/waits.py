@@ -14,7 +14,7 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError, OutOfMemoryError, RayTaskError
 
-from nemo_rl.utils.errors import ConfigError, RunError, UserError
+from nemo_rl.utils.errors import ConfigError, PeerError, RunError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,9 @@ class _Failure:
         """0 for the failure that most likely caused the others."""
         if isinstance(self.error, _DEATHS):
             return 0
-        return 1 if isinstance(self.cause, UserError) else 2
+        if isinstance(self.cause, UserError):
+            return 1
+        return 3 if isinstance(self.cause, PeerError) else 2
 
 
 def wait_for(refs: Sequence[ObjectRef], *, reason: str, timeout_s: float, names: Sequence[str]) -> list[Any]:
@@ -102,7 +104,7 @@ def _explain(
 ) -> UserError | RunError:
     """The exception to raise for `failures`, after a short look at what else fails."""
     deadline = time.monotonic() + _ROOT_CAUSE_S
-    while pending and min(failure.rank_of_blame for failure in failures) == 2 and time.monotonic() < deadline:
+    while pending and min(failure.rank_of_blame for failure in failures) >= 2 and time.monotonic() < deadline:
         done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         failures += _collect(done, {}, name_of)
     # Stable, so that among equals the first one stays first.

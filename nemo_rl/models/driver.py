@@ -16,12 +16,13 @@ import numpy as np
 
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES, NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.config import ModelConfig
 from nemo_rl.models.engine.config import AXES, DATA, ParallelSizes
 from nemo_rl.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from transformers import PreTrainedTokenizerBase
 
     from nemo_rl.algorithms.loss.interfaces import LossFunction
@@ -67,6 +68,9 @@ class ModelDriver:
         UserError: sizes that do not fit, or a model or checkpoint that the workers can't load.
         RunError: a worker died or did not start in time.
     """
+
+    _sent: tuple[tuple[list[ObjectRef] | MultiWorkerFuture, str], ...] = ()
+    """Calls that nobody has waited for yet, and what they are for."""
 
     def __init__(
         self,
@@ -246,13 +250,34 @@ class ModelDriver:
 
     def _call_all(self, method: str, *, reason: str, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         refs = self.worker_group.run_all_workers_single_data(method, **kwargs)
+        self._wait_for_sent()
         return self.worker_group.get_all_worker_results(refs, reason=reason, timeout_s=timeout_s)
 
     def _call_sharded(
         self, method: str, *, reason: str, common: Mapping[str, Any] | None = None, **per_replica: Any
     ) -> list[Any]:
         """Calls every worker with the part of its replica; the leaders' results in replica order."""
-        future = self.worker_group.run_all_workers_sharded_data(
+        future = self._start_sharded(method, common, per_replica)
+        self._wait_for_sent()
+        return self.worker_group.get_all_worker_results(future, reason=reason)
+
+    # What is sent is not waited for: workers take calls in their order, and the next call raises what failed in it.
+
+    def _send_all(self, method: str, *, reason: str, **kwargs: Any) -> None:
+        self._sent = (*self._sent, (self.worker_group.run_all_workers_single_data(method, **kwargs), reason))
+
+    def _send_sharded(self, method: str, *, reason: str, **per_replica: Any) -> None:
+        self._sent = (*self._sent, (self._start_sharded(method, None, per_replica), reason))
+
+    def _wait_for_sent(self) -> None:
+        sent, self._sent = self._sent, ()
+        for refs, reason in sent:
+            self.worker_group.get_all_worker_results(refs, reason=reason)
+
+    def _start_sharded(
+        self, method: str, common: Mapping[str, Any] | None, per_replica: Mapping[str, Any]
+    ) -> MultiWorkerFuture:
+        return self.worker_group.run_all_workers_sharded_data(
             method,
             in_sharded_axes=[DATA],
             replicate_on_axes=list(REPLICATED_AXES),
@@ -260,7 +285,6 @@ class ModelDriver:
             common_kwargs=common,
             **per_replica,
         )
-        return self.worker_group.get_all_worker_results(future, reason=reason)
 
 
 def aggregate_train_results(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -73,12 +73,8 @@ class TQModelDriver(TQDriverMixin, ModelDriver):
     # -- one optimizer step in parts ----------------------------------------------------------------------------------
 
     def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
-        """Opens a step on every worker.
-
-        Raises:
-            RunError: a step is open.
-        """
-        self._call_all(
+        """Opens a step on every worker. Returns at once: a step that is open already fails the next call."""
+        self._send_all(
             "begin_train_step_presharded", reason="opening a training step", loss_fn=loss_fn, gbs=gbs, mbs=mbs
         )
 

@@ -138,6 +138,14 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
         """Discards the open step, if there is one."""
         self.engine.abort_step()
 
+    def fail_train_step(self) -> None:
+        """Rows of the open step are missing: to finish it raises, on all ranks."""
+        self.engine.fail_step()
+
+    def withdraw_from_train_step(self) -> None:
+        """This rank won't come to the end of a whole call to `train`: those that wait for it there raise."""
+        self.engine.withdraw_step()
+
     # -- whole calls --------------------------------------------------------------------------------------------------
 
     def train(
@@ -229,6 +237,7 @@ class ModelWorker(TQWorkerMixin, WeightSourceMixin, DistributedWorker):
         """Closes the step, and with it the stretch of time over which `engine_busy` is taken."""
         with self._busy():
             step = self.engine.finish_step()
+        self._busy_s -= step.waited_s
         now, since = time.perf_counter(), self._finished_at
         self._engine_busy = None if since is None else self._busy_s / (now - since)
         self._finished_at, self._busy_s = now, 0.0

@@ -24,5 +24,9 @@ class RunError(RuntimeError):
     """A run that started and can't go on: a dead worker, a wait over its limit, a disk that is full."""
 
 
+class PeerError(RunError):
+    """Another rank failed, so this one can't finish what takes both. The cause is with the other."""
+
+
 class MemoryExhaustedError(RunError):
     """A forward or backward pass that did not fit. Smaller microbatches may: nothing but the open step is lost."""

@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,22 +56,25 @@ def assert_same_run(run: FinishedRun, straight: FinishedRun, *, rel: float = 1e-
     assert validation_losses(run.logs) == pytest.approx(validation_losses(straight.logs), rel=rel)
 
 
-def test_a_killed_run_continues_as_if_nothing_had_been(
+def test_a_stopped_and_then_killed_run_continues_as_if_nothing_had_been(
     straight_run: FinishedRun, inputs: Inputs, tmp_path: Path
 ) -> None:
-    """Cut in training, after the border of a pass, while the last checkpoint lies before it.
+    """Out of time at a step after which no save was due, so that the next batch had been asked for already.
 
-    The straight run has two elastic shards; this one takes the default of a shard per worker, which is the same here.
+    Then cut in training, after the border of a pass, while the last checkpoint lies before it. The straight run has two
+    elastic shards; this one takes the default of a shard per worker, which is the same here.
     """
-    config = write_config(
-        tmp_path,
-        model=inputs.model,
-        train=inputs.train,
-        data__validation={"path": str(inputs.validation)},
-        sft__val_at_start=True,
-        sft__val_period=10,
-        sft__val_at_end=True,
-    )
+    options: dict[str, Any] = {
+        "model": inputs.model,
+        "train": inputs.train,
+        "data__validation": {"path": str(inputs.validation)},
+        "sft__val_at_start": True,
+        "sft__val_period": 10,
+        "sft__val_at_end": True,
+    }
+    run_sft(write_config(tmp_path, **options, checkpointing__checkpoint_must_save_by="00:00:00:00"))
+    assert step_reached(tmp_path / "logs") == 1
+    config = write_config(tmp_path, **options)
     checkpoints, logs = tmp_path / "checkpoints", tmp_path / "logs"
     with CliRun("sft", "--config", config) as run:
         run.wait_until(lambda: (checkpoints / "step_5").exists() and step_reached(logs) >= 7, "step 7")

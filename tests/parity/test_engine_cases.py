@@ -19,6 +19,7 @@ from nemo_rl.models.engine.engine import Engine, StepResult
 from nemo_rl.models.engine.heads import LMHead
 from nemo_rl.models.engine.mesh import Mesh, build_mesh
 from nemo_rl.models.engine.microbatch import Pack
+from nemo_rl.utils.errors import PeerError
 
 MODES = ("replicate", "shard")
 # Rows of rank 0, then of rank 1: trained tokens, cost of each.
@@ -83,6 +84,27 @@ def skipped_steps(engine: Engine, rows: dict[str, Tensor], rank: int) -> list[tu
     return [(step(engine, some).skipped, cost_weight(engine)) for some in (broken, empty, rows)]
 
 
+def failed_steps(engine: Engine, rows: dict[str, Tensor], rank: int) -> list[Any]:
+    """What each rank hears when the last one fails inside a step, and when it fails outside; then a good step."""
+    fails, heard = rank == dist.get_world_size() - 1, []
+    engine.begin_step(CostLoss(engine.model.module))
+    engine.microbatch(rows)
+    if fails:
+        engine.fail_step()
+    with pytest.raises(PeerError) as caught:
+        engine.finish_step()
+    engine.abort_step()
+    heard.append(str(caught.value))
+    if fails and not engine.model.sharded:
+        engine.withdraw_step()
+    elif not engine.model.sharded:
+        with pytest.raises(PeerError) as caught:
+            step(engine, rows)
+        engine.abort_step()
+        heard.append(str(caught.value))
+    return [heard, step(engine, rows).loss, cost_weight(engine)]
+
+
 def run_rank(rank: int, world: int, model: Path, work: Path, out: Any) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(work / f"store{world}"), world)
@@ -98,6 +120,8 @@ def run_rank(rank: int, world: int, model: Path, work: Path, out: Any) -> None:
         budgeted = make_engine(model, mesh, mode, microbatch_tokens=BUDGET)
         results["unequal"] = unequal_passes(budgeted, mine(UNEQUAL, rank, world))
         results["skipped"] = skipped_steps(make_engine(model, mesh, mode), mine(MEANS, rank, world), rank)
+        if world > 1:
+            results["failed"] = failed_steps(make_engine(model, mesh, mode), mine(MEANS, rank, world), rank)
         idle = mine(MEANS, rank, world)
         if rank > 0:
             idle["sample_mask"] = torch.zeros_like(idle["sample_mask"])
@@ -161,3 +185,13 @@ def test_all_ranks_skip_a_step_together(results: Any, layout: Layout) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_without_a_trained_token_does_not_stop_the_other(results: Any, mode: str) -> None:
     assert [seen["one rank idle"] for seen in results[2, mode]] == [pytest.approx(9 / 6)] * 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_that_fails_ends_the_step_of_all_and_the_next_one_is_right(results: Any, mode: str) -> None:
+    message = "1 of 2 ranks failed before the end of the step"
+    for rank, seen in enumerate(results[2, mode]):
+        heard, loss, weight = seen["failed"]
+        assert heard == [message] * (2 if rank == 0 and mode == "replicate" else 1)
+        assert (loss, weight) == (pytest.approx(1.6, abs=1e-6), pytest.approx(0.84, abs=1e-6))

@@ -7,7 +7,9 @@ cut into microbatches, nor on packing.
 
 import logging
 import math
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +28,14 @@ from nemo_rl.algorithms.loss.interfaces import (
 )
 from nemo_rl.models.engine.build import BuiltModel, build_model, build_reference
 from nemo_rl.models.engine.config import DATA, EngineConfig
-from nemo_rl.models.engine.gradients import scale_and_clip, sum_over_data_ranks, sync_in_backward
+from nemo_rl.models.engine.gradients import discard_unreduced, scale_and_clip, sum_over_data_ranks, sync_in_backward
 from nemo_rl.models.engine.heads import HEAD, Head, LMHead, ValueHead, watch_projection
 from nemo_rl.models.engine.mesh import Mesh
 from nemo_rl.models.engine.microbatch import SHAPE_MULTIPLE, Pack, build_pack, filler_pack, plan_packs
 from nemo_rl.models.engine.optimizer import build_optimizer, build_schedule
 from nemo_rl.models.engine.pass_size import even_pack, measured_pass_tokens, pass_seconds
 from nemo_rl.models.engine.precision import compiles_per_shape
+from nemo_rl.utils.errors import PeerError
 from nemo_rl.utils.phases import phase
 
 log = logging.getLogger(__name__)
@@ -50,6 +53,8 @@ class _OpenStep:
     valid_tokens: float = 0.0
     valid_rows: float = 0.0
     records: list[dict[str, float]] = field(default_factory=list)
+    failed: bool = False
+    summed: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class StepResult:
         valid_rows: rows with weight over all ranks.
         skipped: why nothing was updated: "no_trained_token", "non_finite_gradient", or None.
         records: this rank's metrics, one dict per forward pass, normalised.
+        waited_s: time in which this rank had done its part and waited for the others.
     """
 
     loss: float
@@ -74,6 +80,7 @@ class StepResult:
     valid_rows: float
     skipped: str | None
     records: list[dict[str, float]]
+    waited_s: float = 0.0
 
 
 class Engine:
@@ -156,11 +163,15 @@ class Engine:
 
         Raises:
             RuntimeError: no step is open.
+            PeerError: on all ranks, where one of them has failed in this step; it can only be aborted.
         """
         step = self._require_step()
         optimizer, schedule = self.optimizer, self.schedule
         assert optimizer is not None and schedule is not None
-        loss_sum, valid_tokens, valid_rows = self._sum_over_ranks(step.loss, step.valid_tokens, step.valid_rows)
+        started = time.perf_counter()
+        sums = self._sum_over_ranks(step.loss, step.valid_tokens, step.valid_rows, failed=step.failed)
+        waited, step.summed = time.perf_counter() - started, True
+        loss_sum, valid_tokens, valid_rows = sums
         count = valid_tokens if step.loss_fn.loss_type is LossType.TOKEN_LEVEL else valid_rows
         lr, weight_decay = optimizer.param_groups[0]["lr"], optimizer.param_groups[0].get("weight_decay", 0.0)
         skipped, grad_norm = None, 0.0
@@ -198,13 +209,30 @@ class Engine:
             valid_rows=valid_rows,
             skipped=skipped,
             records=[_normalise(record, step.loss_fn, scales) for record in step.records],
+            waited_s=waited,
         )
+
+    def fail_step(self) -> None:
+        """The open step lacks something: `finish_step` will raise, on all ranks. A no-op without a step."""
+        if self._step is not None:
+            self._step.failed = True
+
+    def withdraw_step(self) -> None:
+        """Ends this rank's part of a step that the other ranks are about to finish: they raise in place of waiting.
+
+        Not where weights are sharded, since they wait inside their passes, nor past the point where they heard of it.
+        """
+        if not self.model.sharded and not (self._step and self._step.summed):
+            with suppress(PeerError):
+                self._sum_over_ranks(0.0, 0.0, 0.0, failed=True)
+        self.abort_step()
 
     def abort_step(self) -> None:
         """Discards the open step; a no-op when there is none. `begin_step` works afterwards."""
         if self._step is not None and self.optimizer is not None:
             self.optimizer.zero_grad()
             self.model.reshard()
+            discard_unreduced(self.model.module)
         self._step = None
 
     # -- without gradients --------------------------------------------------------------------------------------------
@@ -350,11 +378,15 @@ class Engine:
             raise RuntimeError("no training step is open; call begin first")
         return self._step
 
-    def _sum_over_ranks(self, *values: float) -> list[float]:
-        totals = torch.tensor(values, dtype=torch.float64)
+    def _sum_over_ranks(self, *values: float, failed: bool = False) -> list[float]:
+        totals = torch.tensor([*values, float(failed)], dtype=torch.float64)
         if self.mesh.size(DATA) > 1:
-            dist.all_reduce(totals, group=self.mesh.data_group)
-        return totals.tolist()
+            with phase("waiting for other ranks"):
+                dist.all_reduce(totals, group=self.mesh.data_group)
+        *sums, num_failed = totals.tolist()
+        if num_failed:
+            raise PeerError(f"{num_failed:.0f} of {self.mesh.size(DATA)} ranks failed before the end of the step")
+        return sums
 
     def _packs(self, rows: Rows, budget: int, target_mask: Tensor | None = None) -> list[Pack]:
         """The rows that have a target, packed; fillers behind them where ranks must make equally many passes."""

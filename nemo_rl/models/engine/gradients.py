@@ -25,6 +25,21 @@ def sync_in_backward(module: nn.Module, enabled: bool) -> None:
         module.set_requires_gradient_sync(enabled)
 
 
+def discard_unreduced(module: nn.Module) -> None:
+    """Forgets what backward passes of a sharded module added up locally, which `zero_grad` doesn't reach.
+
+    Through what torch 2.10 to 2.13 hold it in: the public way out is to reduce it, for which all ranks have to meet.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state = part._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
+
+
 def sum_over_data_ranks(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """All-reduces the gradients of replicated parameters as one flat float32 tensor; a missing one counts as 0."""
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])

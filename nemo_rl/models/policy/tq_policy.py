@@ -142,14 +142,14 @@ class TQPolicy(TQModelDriver, Policy):
         """Forward and backward over rows that already lie with their replicas, `dp_metas[i]` with replica i.
 
         The metas are not changed; all ranks get the same padded width. A few rows change places between replicas, so
-        that all compute about equally many tokens.
+        that all compute about equally many tokens. Returns at once: what fails there fails the next call.
 
         Raises:
             ValueError: not one meta per replica.
         """
         metas = level_placed_rows(self._placed(dp_metas))
         with (timer or Timer()).time("policy_training/submit_microbatch_futures"):
-            self._call_sharded("train_microbatch_presharded", reason="forward and backward", meta=metas)
+            self._send_sharded("train_microbatch_presharded", reason="forward and backward", meta=metas)
 
     def eval_placed_microbatches(self, dp_metas: list[KVBatchMeta], loss_fn: LossFunction) -> dict[str, float]:
         """Sums over rows that lie with their replicas: `loss_sum`, `valid_tokens`, `valid_rows`.

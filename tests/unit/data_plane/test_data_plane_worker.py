@@ -1,5 +1,6 @@
 """The worker's side in one process, over the real stores. The broadcast in a replica of two: `tests/parity`."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -57,6 +58,12 @@ class Worker(TQWorkerMixin):
 
     def abort_train_step(self) -> None:
         self.calls.append(("abort", None))
+
+    def fail_train_step(self) -> None:
+        self.calls.append(("fail", None))
+
+    def withdraw_from_train_step(self) -> None:
+        self.calls.append(("withdraw", None))
 
     def eval_microbatch(self, data: BatchedDataDict, loss_fn: Any) -> dict[str, Any]:
         return {"loss": float(data["token_mask"].sum())}
@@ -138,6 +145,16 @@ def test_train_and_the_split_step_reach_the_host() -> None:
     assert worker.eval_microbatch_presharded(meta, "loss") == {"loss": float(sum(LENGTHS))}
     worker.coords = {"context_parallel": 1}
     assert worker.finish_train_step_presharded()["is_replica_leader"] is False
+
+
+def test_a_part_that_fails_spoils_the_step_and_keeps_its_error() -> None:
+    worker, meta = make_queue_worker()
+    gone = dataclasses.replace(meta, sample_ids=["a", "gone", "c"])
+    with pytest.raises(KeyError, match="gone"):
+        worker.train_microbatch_presharded(gone)
+    with pytest.raises(KeyError, match="gone"):
+        worker.train_presharded(gone, "loss")
+    assert [name for name, _ in worker.calls] == ["fail", "withdraw"]
 
 
 def test_only_the_leader_writes() -> None:

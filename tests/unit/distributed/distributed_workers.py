@@ -5,7 +5,7 @@ import signal
 import time
 from typing import Any
 
-from nemo_rl.utils.errors import ConfigError, UserError
+from nemo_rl.utils.errors import ConfigError, PeerError, UserError
 
 
 class PlainWorker:
@@ -31,6 +31,8 @@ class PlainWorker:
         """Fail on one rank in the way of `kind`, while the others are busy."""
         if self.rank != rank:
             time.sleep(others_sleep_s)
+            if kind == "peers":
+                raise PeerError("1 of 2 ranks failed")
             return self.rank
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -38,6 +40,8 @@ class PlainWorker:
             raise UserError("row 3 has no messages")
         if kind == "config":
             raise ConfigError(["policy.lr: -1 is below 0", "policy.mb: 0 is below 1"])
+        if kind == "peers":
+            time.sleep(0.3)
         raise RuntimeError("first line\nsecond line")
 
 

@@ -75,6 +75,13 @@ def test_any_other_error_becomes_one_line_with_its_cause(make_group: Callable[..
     assert "in fail_on" in str(caught.value.__cause__), "the worker's traceback is kept"
 
 
+def test_who_failed_is_named_and_not_who_heard_of_it_first(make_group: Callable[..., RayWorkerGroup]) -> None:
+    group = make_group("PlainWorker")
+    refs = group.run_all_workers_single_data("fail_on", rank=1, kind="peers")
+    with pytest.raises(RunError, match=r"^rank 1 .* failed with RuntimeError: first line"):
+        group.get_all_worker_results(refs)
+
+
 def test_names_and_refs_must_match() -> None:
     with pytest.raises(ValueError, match="0 refs and 1 names"):
         wait_for([], reason="x", timeout_s=1, names=["a"])

@@ -28,6 +28,9 @@ class Recorder(TQPolicy):
         self.sent = per_replica["meta"]
         return []
 
+    def _send_sharded(self, method: str, *, reason: str, **per_replica: Any) -> None:
+        self._call_sharded(method, reason=reason, **per_replica)
+
 
 def meta(ids: list[str], lengths: list[int]) -> KVBatchMeta:
     tags = [{"source_id": i} for i in ids]
