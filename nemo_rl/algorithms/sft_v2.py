@@ -48,6 +48,7 @@ from nemo_rl.telemetry.span_groups import RLSpanGroup
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.errors import RunError, UserError
 from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.notices import configure_controller_logging
 from nemo_rl.utils.timer import TimeoutChecker
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class SFTSingleControllerActor:
     """
 
     def __init__(self, master_config: MasterConfig, actor_args: SFTV2ActorArgs):
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s controller %(levelname)s %(message)s")
+        self._notices = configure_controller_logging()
         init_telemetry_worker(rank=0, world_size=1, worker_group="sft_v2_controller")
         self._config = master_config
         self._args = actor_args
@@ -116,11 +117,11 @@ class SFTSingleControllerActor:
         self._setup_loaders()
 
     def progress(self) -> dict[str, Any]:
-        """Where the run is: `step`, `max_steps`, and after the first step what `_note_progress` adds.
+        """Where the run is: `step`, `max_steps`, `notices` (warnings), after a step what `_note_progress` adds.
 
         Answers while `run` is busy, which is why the actor has two threads.
         """
-        return dict(self._progress)
+        return {**self._progress, "notices": self._notices.texts}
 
     @accepts_trace_context
     def run_with_trace_context(self) -> dict[str, Any]:

@@ -49,6 +49,7 @@ from nemo_rl.telemetry.setup import init_telemetry_worker, shutdown_telemetry
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.errors import RunError, UserError
 from nemo_rl.utils.logger import SAMPLES_FILE, Logger
+from nemo_rl.utils.notices import configure_controller_logging
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 from nemo_rl.weight_sync.synchronizer import WeightSynchronizer
 
@@ -66,7 +67,7 @@ class SingleControllerActor:
     """Drives samplers, critic and policy by metas."""
 
     def __init__(self, master_config: MasterConfig, actor_args: SingleControllerActorArgs):
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s controller %(levelname)s %(message)s")
+        self._notices = configure_controller_logging()
         init_telemetry_worker(rank=0, world_size=1, worker_group="single_controller")
         self._config, self._args = master_config, actor_args
         self._algorithm = algo_config(master_config)
@@ -109,8 +110,8 @@ class SingleControllerActor:
     # -- what the driver calls ----------------------------------------------------------------------------------------
 
     async def progress(self) -> dict[str, Any]:
-        """Where the run is: `step`, `max_steps`, and after the first step what `_note_progress` adds."""
-        return dict(self._progress)
+        """Where the run is: `step`, `max_steps`, `notices` (warnings), after a step what `_note_progress` adds."""
+        return {**self._progress, "notices": self._notices.texts}
 
     async def ping(self) -> dict[str, Any]:
         """A sign of life: `alive`, `trainer_version`, `train_steps`, `inflight_rollouts`, `rollout_permitted`,

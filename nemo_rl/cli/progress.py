@@ -38,15 +38,16 @@ class ProgressLine:
     """Shows the events of a run: call it with a mapping after steps, inside `with`.
 
     An event has `step` and `max_steps`, and may have `reward`, `loss`, `val_loss` or `val_reward` (the latest), `lr`,
-    `tokens_per_s`, `eta_s` (seconds), `epoch` (from 0) and `dropped` (rows by reason, so far).
+    `tokens_per_s`, `eta_s` (seconds), `epoch` (from 0), `dropped` (rows by reason, so far) and `notices` (all so far).
     On a terminal there is one line, drawn again for each event and, until the first one, a spinner; the last state
-    stays. Elsewhere there are about 50 plain lines
-    per run, with the first, the last and every validation among them.
+    stays. Elsewhere there are about 50 plain lines per run, with the first, the last and every validation among them.
+    Each notice is printed once, above or between.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last_step = 0
+        self._num_notices = 0
         self._last_validation: float | None = None
         self._live: Live | None = None
         if console.is_terminal:
@@ -65,6 +66,9 @@ class ProgressLine:
             self._live.stop()
 
     def __call__(self, event: Mapping[str, Any]) -> None:
+        for notice in event.get("notices", ())[self._num_notices :]:
+            self._num_notices += 1
+            self._console.print(Text(notice, style="yellow"), soft_wrap=True)
         if self._live is not None:
             self._live.transient = False
             self._live.update(self._line(event), refresh=True)

@@ -72,7 +72,8 @@ def test_a_stopped_and_then_killed_run_continues_as_if_nothing_had_been(
         "sft__val_period": 10,
         "sft__val_at_end": True,
     }
-    run_sft(write_config(tmp_path, **options, checkpointing__checkpoint_must_save_by="00:00:00:00"))
+    stopped = run_sft(write_config(tmp_path, **options, checkpointing__checkpoint_must_save_by="00:00:00:00"))
+    assert "checkpoint_must_save_by is reached: saved at step 1 and stopping" in stopped.cli.output
     assert step_reached(tmp_path / "logs") == 1
     config = write_config(tmp_path, **options)
     checkpoints, logs = tmp_path / "checkpoints", tmp_path / "logs"

@@ -57,6 +57,17 @@ def test_steps_that_come_twice_or_never_make_no_gap_in_a_log_file() -> None:
     assert steps == [7, 47, 999, 1000]
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_each_notice_is_printed_once(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=terminal)
+    assert isinstance(console.file, io.StringIO)
+    with ProgressLine(console) as progress:
+        for notices in ((), ("disk is full",), ("disk is full", "step 3 [skipped]")):
+            progress(_event(len(notices) + 1, notices=notices))
+        progress(_event(3, notices=("disk is full", "step 3 [skipped]")))
+    assert [console.file.getvalue().count(text) for text in ("disk is full", "step 3 [skipped]")] == [1, 1]
+
+
 def test_a_terminal_gets_one_line_that_fits() -> None:
     """The whole stream has one line feed, at the end: each state of the line replaces the last."""
     text = _run(Console(file=io.StringIO(), force_terminal=True, width=60, color_system=None), range(1, 4))
