@@ -152,7 +152,7 @@ class SFTSingleControllerActor:
             metrics = self._run_train_step()
             step = self._state.total_steps
             is_last = step >= self._max_steps
-            if (sft.val_period and step % sft.val_period == 0) or (is_last and sft.val_at_end):
+            if self._is_validated(step):
                 metrics |= self._validate()
             self._logger.log_metrics(metrics, step, step_finished=True)
             self._note_progress(metrics)
@@ -165,6 +165,11 @@ class SFTSingleControllerActor:
             if by_timeout:
                 log.warning("checkpointing.checkpoint_must_save_by is reached: saved at step %d and stopping", step)
                 return
+
+    def _is_validated(self, step: int) -> bool:
+        """Whether a validation follows this step."""
+        sft = self._config.sft
+        return bool(sft.val_period and step % sft.val_period == 0) or (step >= self._max_steps and sft.val_at_end)
 
     def _setup_loaders(self) -> None:
         """Starts the loader of every replica, from the checkpoint's states where there are some."""
@@ -202,9 +207,12 @@ class SFTSingleControllerActor:
         So the workers have it ready by the time this process has written the step down.
         """
         refs = self._send_to_owners("commit_sft_batch")
-        step, sft = self._state.total_steps + 1, self._config.sft
-        validates = sft.val_period and step % sft.val_period == 0
-        if not validates and not self._checkpointer.is_due(step, forced=step >= self._max_steps):
+        step = self._state.total_steps + 1
+        if (
+            step < self._max_steps
+            and not self._is_validated(step)
+            and not self._checkpointer.is_due(step, forced=False)
+        ):
             self._loading = self._send_load()
         self._owner_results(refs, reason="committing a batch")
 

@@ -150,7 +150,7 @@ class TQWorkerMixin:
     def _failing_the_step(self) -> Iterator[None]:
         try:
             yield
-        except Exception:
+        except Exception:  # whatever went wrong, this rank's part is missing
             self._host.fail_train_step()
             raise
 

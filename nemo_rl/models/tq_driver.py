@@ -104,7 +104,11 @@ class TQModelDriver(TQDriverMixin, ModelDriver):
             self._call_sharded("train_microbatch_presharded", reason="forward and backward", meta=metas)
 
     def finish_train_step(self) -> dict[str, Any]:
-        """One reduction, one update; `loss`, `grad_norm`, `skipped`, `all_mb_metrics`, `num_ranks`."""
+        """One reduction, one update; `loss`, `grad_norm`, `skipped`, `all_mb_metrics`, `num_ranks`.
+
+        Raises:
+            RunError: a worker failed since the step began, or a step was open already. Nothing is updated then.
+        """
         return aggregate_train_results(self._call_all("finish_train_step_presharded", reason="the optimizer step"))
 
     def train_step_from_meta(

@@ -32,7 +32,7 @@ class WeightSourceMixin:
     @property
     def engine(self) -> Engine:
         """The engine whose weights these are; the host's."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must say which engine holds its weights")
 
     def export_weights(self, dtype: str | None = None, bucket_bytes: int = BUCKET_BYTES) -> list[WeightBucket]:
         """Puts the whole weights into the object store; the buckets on rank 0, `[]` elsewhere.

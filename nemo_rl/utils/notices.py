@@ -10,7 +10,7 @@ class Notices(logging.Handler):
     """Keeps the warnings of this library, the first hundred.
 
     Attributes:
-        texts: them, oldest first, as one line each; the last one of a full list says where the others are.
+        texts: them, oldest first, as one line each; the last one of a full list says that more are left out.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Notices(logging.Handler):
         """Called by `logging` for each record of this level and above."""
         if len(self.texts) < _MOST:
             last = len(self.texts) == _MOST - 1
-            text = "further warnings are in the controller's log only" if last else record.getMessage()
+            text = "further warnings are not shown" if last else record.getMessage()
             self.texts = (*self.texts, " ".join(text.split()))
 
 

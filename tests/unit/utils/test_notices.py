@@ -29,4 +29,4 @@ def test_a_run_that_warns_all_the_time_says_so_once(notices: Notices) -> None:
     for step in range(300):
         log.warning("step %d", step)
     assert len(notices.texts) == 100
-    assert notices.texts[-2:] == ("step 98", "further warnings are in the controller's log only")
+    assert notices.texts[-2:] == ("step 98", "further warnings are not shown")
